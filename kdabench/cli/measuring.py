@@ -1,0 +1,351 @@
+"""sweep, verify, compile, doctor: the commands about machines and kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kdabench.cli import console, inputs
+from kdabench.cli.inputs import OUT, RESULTS, DeviceChoice, Json, Out, Results, SweepFile
+
+if TYPE_CHECKING:
+    from kdabench.records import Cell
+    from kdabench.session import Summary
+    from kdabench.sweep import Sweep
+
+Budget = Annotated[
+    float | None, typer.Option("--budget", metavar="SECONDS", min=1, help="Begin no cell after this many seconds.")
+]
+Share = Annotated[
+    str,
+    typer.Option("--share", metavar="K/N", help="Only every N-th cell from the K-th on; join the journals with merge."),
+]
+Variants = Annotated[
+    list[str] | None, typer.Option("--variant", metavar="NAME", help="Only this variant; may be given several times.")
+]
+
+
+def sweep(
+    file: SweepFile,
+    device: DeviceChoice = "auto",
+    budget: Budget = None,
+    share: Share = "1/1",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Count cells and estimate the time; measure none.")
+    ] = False,
+    out: Out = OUT,
+    results: Results = RESULTS,
+    as_json: Json = False,
+) -> None:
+    """Measure a sweep, or replay it where there is no GPU.
+
+    Every finished round is kept in OUT/<sweep>.db. Stop at any time: the same command goes on where it stopped.
+    Exit status 1 if a cell has no result at all.
+
+    \b
+    Examples:
+      kdabench sweep sweeps/quick.toml
+      kdabench sweep sweeps/dispatch.toml --dry-run
+      kdabench sweep sweeps/dispatch.toml --budget 600
+      kdabench sweep sweeps/quick.toml --device replay:nvidia-h200
+      kdabench sweep sweeps/dispatch.toml --device cuda:1 --share 2/2 --out out/second
+    """
+    inputs.require_sweep_file(file)
+    part = parse_share(share)
+    target = inputs.find_device(device, results)
+    plan = inputs.load_sweep(file, target.sms)
+    if dry_run:
+        _estimate(plan, target, as_json)
+        return
+    summary = run(plan, target, device, out=out, results=results, budget=budget, as_json=as_json, share=part)
+    if as_json:
+        console.emit_json(summary_json(summary, target))
+    else:
+        console.line(outcome(summary))
+        if summary.done == summary.total and not summary.replay:
+            console.line(f"keep it: kdabench export {console.relative(file)}")
+    finish(summary)
+
+
+def run(
+    plan: Sweep,
+    target: inputs.Device,
+    asked: str,
+    *,
+    out: Path,
+    results: Path,
+    budget: float | None,
+    as_json: bool,
+    share: tuple[int, int] = (1, 1),
+) -> Summary:
+    """Sweep with progress on stderr; the first line says whether it measures or replays."""
+    from kdabench import session
+
+    first = inputs.headline(target, asked, results)
+    if as_json:
+        console.note(first)
+    else:
+        console.line(first)
+    inputs.require_writable(out)
+    with console.user_input(), console.progress() as listener:
+        return session.run_sweep(
+            plan, device=target.choice, out=out, results=results, budget_s=budget, share=share, listener=listener
+        )
+
+
+def parse_share(text: str) -> tuple[int, int]:
+    """(k, n) of "k/n" with 1 <= k <= n. Ends the command for anything else."""
+    number, _, of = text.partition("/")
+    if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+        console.fail(f"--share: {text!r}: K/N with 1 <= K <= N, such as 2/4")
+    return int(number), int(of)
+
+
+def outcome(summary: Summary) -> str:
+    state = "" if summary.done == summary.total else "unfinished: "
+    what = "replayed" if summary.replay else "measured"
+    return (
+        f"{state}{summary.done} of {summary.total} cells and processes {what}, "
+        f"{len(summary.records)} records in {console.relative(summary.journal)}"
+    )
+
+
+def finish(summary: Summary) -> None:
+    """End the command with what a sweep's summary calls for, or return if all is well."""
+    if summary.without_winner:
+        first, more = cell_name(summary.without_winner[0]), len(summary.without_winner) - 1
+        others = f" and {more} more" if more else ""
+        console.error_line(f"no variant has a result in {first}{others}; the reasons: kdabench show {summary.journal}")
+    if summary.interrupted:
+        console.error_line(f"interrupted: {summary.done} of {summary.total} are kept; the same command goes on")
+        raise typer.Exit(console.INTERRUPTED)
+    if summary.without_winner:
+        raise typer.Exit(console.FINDING)
+
+
+def cell_name(cell: Cell) -> str:
+    text = f"{cell.kind} heads={cell.heads} requests={cell.requests} tokens={cell.tokens}"
+    return text + (f" context={cell.context}" if cell.context != "layer" else "")
+
+
+def _estimate(plan: Sweep, target: inputs.Device, as_json: bool) -> None:
+    from kdabench import session
+
+    cells, candidates, seconds = session.dry_run(plan, target.choice)
+    if as_json:
+        console.emit_json(
+            {
+                "device": target.choice,
+                "cells": cells,
+                "candidates": candidates,
+                "processes": plan.processes,
+                "seconds": seconds,
+            }
+        )
+        return
+    console.line(f"{cells} cells x {candidates} candidates x {plan.processes} processes on {target.choice}")
+    console.line(f"about {console.duration(seconds)}")
+
+
+def summary_json(summary: Summary, target: inputs.Device) -> dict[str, Any]:
+    return {
+        "device": target.choice,
+        "replay": summary.replay,
+        "journal": str(summary.journal),
+        "done": summary.done,
+        "total": summary.total,
+        "records": len(summary.records),
+        "interrupted": summary.interrupted,
+        "without_winner": [asdict(cell) for cell in summary.without_winner],
+    }
+
+
+def _chosen_variants(names: list[str] | None) -> list[str]:
+    from kda_kernels import variants
+
+    for name in names or ():
+        if name not in variants.NAMES:
+            console.fail(f"--variant: {name!r}: one of {', '.join(variants.NAMES)}")
+    return list(dict.fromkeys(names)) if names else list(variants.NAMES)
+
+
+def verify(variant: Variants = None, results: Results = RESULTS, as_json: Json = False) -> None:
+    """Check every variant against the reference, on the GPU.
+
+    Writes RESULTS/<device>/verified.json with the digest of the kernels' sources. Exit status 1 if a case fails.
+
+    \b
+    Examples:
+      kdabench verify
+      kdabench verify --variant KdaSplit
+    """
+    from kdabench import session
+    from kdabench import verify as checks
+
+    names = _chosen_variants(variant)
+    with console.user_input():
+        if session.find_device("auto", results).startswith("replay:"):
+            raise ValueError("verify needs an NVIDIA GPU, and this machine has none that torch can use")
+    target = inputs.find_device("cuda", results)
+    inputs.require_writable(results / target.slug)
+    rows = checks.run(names, listener=_report_failure)
+    path = results / target.slug / "verified.json"
+    checks.save(rows, path, _environment())
+    counts = []
+    for name in names:
+        ours = [row for row in rows if row.case.variant == name]
+        failed = sum(row.failed for row in ours)
+        passed = sum(row.verdict is None for row in ours)
+        counts.append({"variant": name, "passed": passed, "unsupported": len(ours) - passed - failed, "failed": failed})
+    if as_json:
+        console.emit_json({"device": target.name, "file": str(path), "variants": counts})
+    else:
+        console.show_table(tuple(counts[0]), [tuple(row.values()) for row in counts], right=(1, 2, 3))
+        console.line(f"written: {console.relative(path)}")
+    if any(row.failed for row in rows):
+        raise typer.Exit(console.FINDING)
+
+
+def _report_failure(row: Any) -> None:
+    if row.failed:
+        console.note(f"{_case_name(row.case)}: {row.verdict}")
+
+
+def _environment() -> dict[str, Any]:
+    from kdabench import bench
+    from kdabench.environment import describe
+    from kdabench.telemetry import Telemetry
+
+    device = bench.Device.current()
+    return describe(device.name, device.uuid, Telemetry(device.uuid))
+
+
+def _case_name(case: Any) -> str:
+    choices = ", ".join(f"{key}={value}" for key, value in case.choices)
+    problem = case.problem
+    return f"{case.variant}({choices}) {problem.kind} q={problem.tokens} {problem.state_dtype}"
+
+
+def compile_kernels(
+    variant: Variants = None,
+    arch: Annotated[
+        list[str] | None,
+        typer.Option("--arch", metavar="ARCH", help="Target, such as sm_100a; may be given several times."),
+    ] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes; as many as cores by default.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Cross-compile all kernels and report what they take.
+
+    The standard grid of every variant: registers, spills, shared memory, occupancy. Needs no GPU. Compiled kernels stay
+    in the cache that measuring uses. Exit status 1 if one fails to compile or spills.
+
+    \b
+    Examples:
+      kdabench compile
+      kdabench compile --variant KdaSplit --arch sm_90a --arch sm_100a
+      kdabench compile --json
+    """
+    import os
+    import sys
+
+    from kda_kernels.gpu import ARCHS
+    from kdabench import build
+
+    archs = arch or ["sm_90a"]
+    for name in archs:
+        if name not in ARCHS:
+            console.fail(f"--arch: {name!r}: one of {', '.join(ARCHS)}")
+    done = 0
+
+    def tick(row: build.Row, total: int) -> None:
+        nonlocal done
+        done += 1
+        if sys.stderr.isatty():
+            print(f"\r{done}/{total} kernels", end="\n" if done == total else "", file=sys.stderr, flush=True)
+
+    names = [name for name in _chosen_variants(variant) if name != "stock"]  # Triton compiles when it runs
+    rows = build.compile_grid(names, archs, jobs or os.cpu_count() or 1, tick)
+    if as_json:
+        console.emit_json([_row_json(row) for row in rows])
+    else:
+        console.show_table(_HEADINGS, [_row_cells(row) for row in rows], right=range(4, 11))
+    failed = [row for row in rows if row.failed]
+    for row in failed:
+        what = row.reason or f"spills: {row.stack_bytes} bytes of stack"
+        console.error_line(f"{_case_name(row.case)} {row.arch}: {what}")
+    if failed:
+        raise typer.Exit(console.FINDING)
+
+
+_HEADINGS = (
+    *("variant", "choices", "problem", "arch"),
+    *("registers", "stack", "smem", "threads", "cluster", "CTAs/SM", "compile s"),
+)
+
+
+def _row_cells(row: Any) -> tuple[object, ...]:
+    problem = row.case.problem
+    name = (row.case.variant, " ".join(f"{k}={v}" for k, v in row.case.choices),
+            f"{problem.kind} q={problem.tokens} {problem.state_dtype}", row.arch)  # fmt: skip
+    if row.reason is not None:
+        return (*name, *["-"] * 6, row.reason.split(":")[0])
+    return (*name, row.registers, row.stack_bytes, row.smem_bytes, row.threads, row.cluster, row.ctas_per_sm,
+            f"{row.compile_s:.1f}")  # fmt: skip
+
+
+def _row_json(row: Any) -> dict[str, Any]:
+    problem = row.case.problem
+    return {
+        "variant": row.case.variant,
+        "spec": dict(row.case.choices),
+        "kind": problem.kind,
+        "tokens": problem.tokens,
+        "state_dtype": problem.state_dtype,
+        "arch": row.arch,
+        "reason": row.reason,
+        "registers": row.registers,
+        "stack_bytes": row.stack_bytes,
+        "smem_bytes": row.smem_bytes,
+        "threads": row.threads,
+        "cluster": row.cluster,
+        "ctas_per_sm": row.ctas_per_sm,
+        "compile_s": row.compile_s,
+    }
+
+
+def doctor(results: Results = RESULTS, as_json: Json = False) -> None:
+    """Say what this machine has and lacks, and how to mend it.
+
+    Exit status 1 if something needed is missing. A missing GPU is not: sweep and run then replay.
+
+    \b
+    Examples:
+      kdabench doctor
+      kdabench doctor --json
+    """
+    from kdabench import doctor as examination
+
+    findings = examination.examine(results)
+    if as_json:
+        console.emit_json([asdict(finding) for finding in findings])
+    else:
+        rows = [(f.state, f.name, f.found) for f in findings]
+        console.show_table(("state", "what", "found"), rows)
+        for finding in findings:
+            if finding.repair:
+                console.line(f"repair {finding.name}:  {finding.repair}")
+    if any(finding.state == "missing" for finding in findings):
+        raise typer.Exit(console.FINDING)
+
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "sweep": sweep,
+    "verify": verify,
+    "compile": compile_kernels,
+    "doctor": doctor,
+}

@@ -1,0 +1,325 @@
+"""run, fit, emit, check, choose: the commands about policies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from kdabench.cli import console, data, inputs, measuring
+from kdabench.cli.inputs import OUT, RESULTS, DeviceChoice, Json, Out, RecordedDevice, Results, SweepFile
+
+if TYPE_CHECKING:
+    from kdabench.policy import Policy
+    from kdabench.records import Record
+    from kdabench.regret import Evidence
+    from kdabench.session import Summary
+    from kdabench.sweep import Sweep
+
+
+def run(
+    file: SweepFile,
+    device: DeviceChoice = "auto",
+    budget: measuring.Budget = None,
+    out: Out = OUT,
+    results: Results = RESULTS,
+    as_json: Json = False,
+) -> None:
+    """Sweep, fit, write the policy, plot and report, in one go.
+
+    Everything goes to OUT/<sweep>: policy.py, plots and regret.txt. Without a GPU the recorded measurements are
+    replayed, and every output says so. Nothing in the recorded results changes; that takes export and emit.
+
+    \b
+    Examples:
+      kdabench run sweeps/dispatch.toml
+      kdabench run sweeps/quick.toml --budget 300
+      kdabench run sweeps/dispatch.toml --device replay:nvidia-h200
+    """
+    from kdabench.journal import Journal
+
+    inputs.require_sweep_file(file)
+    target = inputs.find_device(device, results)
+    plan = inputs.load_sweep(file, target.sms)
+    summary = measuring.run(plan, target, device, out=out, results=results, budget=budget, as_json=as_json)
+    if summary.interrupted:
+        measuring.finish(summary)
+    with Journal.read(summary.journal) as journal:
+        envs = journal.envs()
+    folder = out / plan.stem
+    inputs.require_writable(folder)
+    outcome = _fitted(summary, envs)
+    written = _write(outcome, plan, summary, target, folder)
+    if as_json:
+        console.emit_json(
+            {
+                **measuring.summary_json(summary, target),
+                "policy": None if outcome.policy is None else outcome.policy.to_json(),
+                "evidence": None if outcome.evidence is None else outcome.evidence.to_json(),
+                "why_no_policy": outcome.why_not,
+                "written": [str(path) for path in written],
+            }
+        )
+    else:
+        console.line()
+        console.write((folder / "regret.txt").read_text(encoding="utf-8"))
+        console.line()
+        for path in written:
+            console.line(console.relative(path))
+    measuring.finish(summary)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """A fit, or why there is none."""
+
+    policy: Policy | None = None
+    evidence: Evidence | None = None
+    why_not: str | None = None
+
+
+def _fitted(summary: Summary, envs: Mapping[str, Mapping[str, Any]]) -> _Outcome:
+    from kdabench.fit import fit
+    from kdabench.regret import FitError
+
+    try:
+        return _Outcome(*fit(summary.records, envs, default_schedule=_default_schedule()))
+    except FitError as error:
+        return _Outcome(why_not=str(error))
+
+
+def _default_schedule() -> dict[str, Any]:
+    from kda_kernels import variants
+
+    return variants.spec_dict(variants.make_spec("KdaSplit", {}))
+
+
+def _write(outcome: _Outcome, plan: Sweep, summary: Summary, target: inputs.Device, folder: Path) -> list[Path]:
+    """Policy, report and plots of a run; a replay is labelled in each."""
+    from kdabench import emit
+    from kdabench.cli import evidence
+
+    written = []
+    module = None
+    title = f"{plan.stem} on {target.name}"
+    title += ": REPLAY of recorded measurements" if summary.replay else ""
+    report = f"{title}\n{plan.question}\n{measuring.outcome(summary)}\n\n"
+    if outcome.policy is not None and outcome.evidence is not None:
+        text = emit.emit(outcome.policy, outcome.evidence)
+        if summary.replay:
+            text = f"# Replay of recorded measurements, in {console.relative(folder)}: not for use.\n{text}"
+        module = emit.load(text)
+        written.append(folder / "policy.py")
+        emit.write_atomic(written[-1], text)
+        report += evidence.text(outcome.policy, outcome.evidence)
+    else:
+        report += f"No policy: {outcome.why_not}\n"
+    written.append(folder / "regret.txt")
+    emit.write_atomic(written[-1], report)
+    if summary.records:
+        written += data.write_plots(
+            summary.records, folder / "plots", name=target.name, sms=target.sms, policy=module, replay=summary.replay
+        )
+    return written
+
+
+def fit(
+    source: Annotated[
+        list[str],
+        typer.Argument(metavar="SOURCE...", help="A recorded device, or files of records (.jsonl) or a journal (.db)."),
+    ],
+    results: Results = RESULTS,
+    as_json: Json = False,
+) -> None:
+    """Fit the thresholds and schedules; print regret and confidence.
+
+    Of a device its dispatch.jsonl is fitted, the records that its policy is made from. Nothing is written.
+
+    \b
+    Examples:
+      kdabench fit nvidia-h200
+      kdabench fit out/dispatch.db
+      kdabench fit results/nvidia-h200/dispatch.jsonl --json
+    """
+    from kdabench import emit
+    from kdabench import fit as fits
+    from kdabench.cli import evidence
+
+    default = _default_schedule()
+    with console.user_input():
+        if len(source) == 1 and not Path(source[0]).suffix:
+            from kdabench import device
+
+            found = emit.regenerate(device.results_folder(results, source[0]), default)
+            policy, facts = found.policy, found.evidence
+        else:
+            policy, facts = fits.fit(*_files(source), default_schedule=default)
+    if as_json:
+        console.emit_json({"policy": policy.to_json(), "evidence": facts.to_json()})
+    else:
+        console.line(f"{policy.origin.device}, {policy.origin.sms} SMs, {policy.origin.digest}")
+        console.write(evidence.text(policy, facts))
+
+
+def _files(source: list[str]) -> tuple[list[Record], Mapping[str, Mapping[str, Any]]]:
+    from kdabench import records
+    from kdabench.journal import Journal
+
+    paths = [Path(name) for name in source]
+    if len(paths) == 1 and paths[0].suffix == ".db":
+        with Journal.read(paths[0]) as journal:
+            return journal.records(), journal.envs()
+    for path in paths:
+        if path.suffix != ".jsonl":
+            raise ValueError(f"{path}: one recorded device, one journal (.db), or files of records (.jsonl)")
+    return records.load(paths), records.load_envs(paths)
+
+
+def _policies_folder() -> Path:
+    """Where the dispatcher looks for generated modules."""
+    import importlib.util
+
+    spec = importlib.util.find_spec("kda_kernels")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent / "policies"
+
+
+def emit(
+    device: RecordedDevice,
+    form: Annotated[
+        str | None,
+        typer.Option("--format", metavar="FORMAT", help="Print as json, constants or module; write nothing."),
+    ] = None,
+    diff: Annotated[bool, typer.Option("--diff", help="Print what would change in the module; write nothing.")] = False,
+    results: Results = RESULTS,
+) -> None:
+    """Write a device's policy module from its records.
+
+    It goes to RESULTS/<device>/policy.py and to kda_kernels/policies, where the dispatcher finds it. Same records, same
+    bytes.
+
+    \b
+    Examples:
+      kdabench emit nvidia-h200
+      kdabench emit nvidia-h200 --diff
+      kdabench emit nvidia-h200 --format constants
+    """
+    from kdabench import device as devices
+    from kdabench import emit as emitting
+
+    forms: dict[str, Literal["module", "json", "constants"]] = {
+        "module": "module",
+        "json": "json",
+        "constants": "constants",
+    }
+    if form is not None and form not in forms:
+        console.fail(f"--format: {form!r}: one of {', '.join(forms)}")
+    with console.user_input():
+        folder = devices.results_folder(results, device)
+        found = emitting.regenerate(folder)
+    if form is not None:
+        console.write(emitting.emit(found.policy, found.evidence, forms[form]))
+        return
+    for path in emitting.module_paths(folder, _policies_folder()):
+        old = path.read_text(encoding="utf-8") if path.exists() else ""
+        if diff:
+            console.write(emitting.diff(old, found.module, console.relative(path)))
+        elif old == found.module:
+            console.line(f"{console.relative(path)}: as it was")
+        else:
+            emitting.write_atomic(path, found.module)
+            console.line(f"{console.relative(path)}: written")
+
+
+def check(results: Results = RESULTS, as_json: Json = False) -> None:
+    """Compare every generated module with what its records give.
+
+    Exit status 1 if one is stale; the differences and the command that repairs them are printed.
+
+    \b
+    Examples:
+      kdabench check
+      kdabench check --json
+    """
+    from kdabench import device
+    from kdabench import emit as emitting
+
+    with console.user_input():
+        stale = emitting.check(results, _policies_folder())
+    if as_json:
+        console.emit_json([{"path": str(s.path), "diff": s.diff, "repair": s.repair} for s in stale])
+    else:
+        for module in stale:
+            console.write(module.diff)
+        for module in stale:
+            console.line(f"stale: {console.relative(module.path)}; repair: {module.repair}")
+        if not stale:
+            recorded = device.recorded(results)
+            console.line(f"{len(recorded)} recorded device{'s' * (len(recorded) != 1)}: all generated modules current")
+    if stale:
+        raise typer.Exit(console.FINDING)
+
+
+def choose(
+    heads: Annotated[int, typer.Option(help="KDA heads on the GPU.")],
+    requests: Annotated[int, typer.Option(help="Requests in the batch.")],
+    tokens: Annotated[int, typer.Option(help="Tokens per request.")] = 1,
+    kind: Annotated[
+        str | None, typer.Option(help="decode, spec, record or replay; decode for 1 token, else record.")
+    ] = None,
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="A recorded device.")] = "nvidia-h200",
+    streamable: Annotated[bool, typer.Option(help="Whether the streaming variants may be picked.")] = True,
+    results: Results = RESULTS,
+    as_json: Json = False,
+) -> None:
+    """Print what a device's policy picks for a step, and why.
+
+    \b
+    Examples:
+      kdabench choose --heads 24 --requests 8
+      kdabench choose --heads 24 --requests 8 --tokens 4 --kind record
+      kdabench choose --heads 12 --requests 64 --tokens 8 --kind replay --json
+    """
+    module = inputs.load_policy(results / device / "policy.py")
+    kind = kind or ("decode" if tokens == 1 else "record")
+    with console.user_input():
+        why = module.explain(heads, requests, tokens, kind, streamable=streamable)
+    choice = why.choice
+    if as_json:
+        console.emit_json(
+            {
+                "variant": choice.variant,
+                "options": dict(choice.options),
+                "flush": choice.flush,
+                "rule": why.rule,
+                "margin": why.margin,
+                "place": why.place,
+                "note": why.note,
+            }
+        )
+        return
+    options = ", ".join(f"{name}={value}" for name, value in choice.options.items())
+    console.line(f"{'flush, then ' if choice.flush else ''}{choice.variant}({options})")
+    console.line(f"rule    {why.rule}")
+    console.line(f"margin  {_margin(why.margin)}")
+    console.line(f"place   {why.note}")
+
+
+def _margin(ratio: float | None) -> str:
+    if ratio is None:
+        return "not measured against another variant here"
+    percent = 100 * (ratio - 1)
+    return f"{abs(percent):.1f} % {'faster' if percent >= 0 else 'slower'} than the best other variant"
+
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "run": run,
+    "fit": fit,
+    "emit": emit,
+    "check": check,
+    "choose": choose,
+}

@@ -1,0 +1,242 @@
+"""Policy -> a module, JSON, or the block of constants. The same policy and evidence give the same bytes."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Literal
+
+from kdabench import device, records
+from kdabench.policy import RULES, Options, Policy
+from kdabench.records import SpecValue
+from kdabench.records import write_atomic as write_atomic  # what is emitted is written with it
+
+if TYPE_CHECKING:
+    from kdabench.regret import Evidence
+
+Format = Literal["module", "json", "constants"]
+
+_WIDTH = 120
+_TYPES = {"fused_items": "dict[int, int]", "ws_items": "dict[str, int | None]", "stream_items": "dict[str, int | None]",
+          "stock_items": "dict[str, int | None]"}  # fmt: skip
+_TABLE_TYPE = "dict[int, dict[int, Options]]"
+
+
+def emit(policy: Policy, evidence: Evidence | None = None, format: Format = "module") -> str:
+    """The text of a policy; evidence goes into a module's header."""
+    if format == "json":
+        return json.dumps(policy.to_json(), indent=1, sort_keys=True, allow_nan=False) + "\n"
+    if format == "constants":
+        return "\n".join(_constants(policy)) + "\n"
+    # Not at the top: a command that emits nothing need not load it.
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    loader = PackageLoader("kdabench", "templates")
+    environment = Environment(loader=loader, undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False)
+    template = environment.get_template("policy.py.j2")
+    constants = "\n".join(_constants(policy))
+    return template.render(origin=policy.origin, header=list(_header(policy, evidence)), constants=constants)
+
+
+def load(text: str, name: str = "kdabench_policy") -> ModuleType:
+    """A module from the text that `emit` made: what is evaluated is what is shipped."""
+    module = ModuleType(name)
+    exec(compile(text, f"<{name}>", "exec"), module.__dict__)
+    return module
+
+
+def diff(old: str, new: str, name: str = "policy.py") -> str:
+    """Unified diff; empty if there is none."""
+    lines = difflib.unified_diff(
+        old.splitlines(keepends=True), new.splitlines(keepends=True), f"{name} (old)", f"{name} (new)"
+    )
+    return "".join(lines)
+
+
+@dataclass(frozen=True)
+class Stale:
+    """A generated module that is not what its records give. repair: the command that makes it so."""
+
+    path: Path
+    diff: str
+    repair: str
+
+
+@dataclass(frozen=True)
+class Regenerated:
+    policy: Policy
+    evidence: Evidence
+    module: str
+
+
+def regenerate(folder: Path, default_schedule: Options | None = None) -> Regenerated:
+    """What a device's folder gives: its dispatch.jsonl, and weights.json (request count -> weight) if there is one.
+
+    Raises RecordError or FitError (both ValueError).
+    """
+    from kdabench.fit import fit  # which itself evaluates emitted modules
+
+    path = folder / "dispatch.jsonl"
+    policy, evidence = fit(
+        records.load([path]), records.load_envs([path]), weights=_weights(folder), default_schedule=default_schedule
+    )
+    return Regenerated(policy, evidence, emit(policy, evidence))
+
+
+def _weights(folder: Path) -> dict[int, float] | None:
+    path = folder / "weights.json"
+    if not path.exists():
+        return None
+    found = records.parse_json(path.read_text(encoding="utf-8"), str(path))
+    if not isinstance(found, dict) or not all(
+        key.isdecimal() and type(value) in (int, float) for key, value in found.items()
+    ):
+        raise records.RecordError(f"{path}: an object of request counts and weights is expected")
+    return {int(key): float(value) for key, value in found.items()}
+
+
+def module_paths(folder: Path, policies_dir: Path) -> tuple[Path, Path]:
+    """Where a device's module belongs: beside its records, and where the dispatcher finds it."""
+    return folder / "policy.py", policies_dir / f"{device.module_name(folder.name)}.py"
+
+
+def check(results_dir: Path, policies_dir: Path) -> list[Stale]:
+    """The modules that are missing, or differ from what the records give, or whose records are gone.
+
+    Raises RecordError or FitError (both ValueError) for records that can't be used.
+    """
+    stale = []
+    expected = set()
+    for folder in sorted(path.parent for path in results_dir.glob("*/dispatch.jsonl")):
+        text = regenerate(folder).module
+        for path in module_paths(folder, policies_dir):
+            expected.add(path)
+            old = path.read_text(encoding="utf-8") if path.exists() else ""
+            if changes := diff(old, text, str(path)):
+                stale.append(Stale(path, changes, f"kdabench emit {folder.name}"))
+    generated = [*results_dir.glob("*/policy.py"), *policies_dir.glob("*.py")]
+    for path in sorted(p for p in generated if p not in expected and p.name != "__init__.py"):
+        text = path.read_text(encoding="utf-8")
+        if text.startswith("# Generated by kdabench"):
+            stale.append(Stale(path, diff(text, "", str(path)), f"rm {path}"))
+    return stale
+
+
+def _header(policy: Policy, evidence: Evidence | None) -> Iterator[str]:
+    origin = policy.origin
+    name = ascii(origin.device)[1:-1][:60]
+    yield f"records {origin.digest.replace(':', ' ')},"
+    yield f"{origin.ok} ok of {origin.total}; {name} ({origin.sms} SMs)"
+    if origin.versions:
+        yield ascii(", ".join(f"{key} {text}" for key, text in sorted(origin.versions.items())))[1:-1][: _WIDTH - 2]
+    if evidence is not None:
+        yield f"{evidence.cells} cells, {len(evidence.without_winner)} of them without a winner"
+        for kind, regret in evidence.regret.items():
+            figures = (regret.geomean, regret.p99, regret.max)
+            geomean, p99, worst = (f"{100 * figure:.2f} %" for figure in figures)
+            yield f"regret on the fitted cells, {kind}: geometric mean {geomean}, p99 {p99}, max {worst}"
+    yield "certificate: none (no cells measured after the fit)"
+
+
+def _constants(policy: Policy) -> Iterator[str]:
+    yield f"DEVICE = {_text(policy.origin.device)}"
+    yield f"SMS = {policy.origin.sms}"
+    yield f"CAPABILITY = {policy.origin.capability!r}"
+    yield ""
+    yield "# Thresholds in items = heads * requests; None: never."
+    for rule in RULES:
+        yield f"{rule.upper()}: {_TYPES.get(rule, 'int | None')} = {_value(getattr(policy, rule))}"
+    yield ""
+    yield f"OPTIONS: dict[str, Options] = {_value(policy.options)}"
+    schedules = _distinct(policy)
+    names = _names(schedules)
+    yield ""
+    for schedule, name in zip(schedules, names, strict=True):
+        yield f"{name}: Options = {_value(schedule)}"
+    yield ""
+    yield "# fmt: off"
+    by_text = {_value(schedule): name for schedule, name in zip(schedules, names, strict=True)}
+    for constant, table in (("SCHEDULE", policy.schedule), ("SPEC_SCHEDULE", policy.spec_schedule)):
+        yield "# heads -> requests -> schedule"
+        yield f"{constant}: {_TABLE_TYPE} = {{"
+        for heads, row in sorted(table.items()):
+            entries = (f"{requests}: {by_text[_value(schedule)]}" for requests, schedule in sorted(row.items()))
+            yield from _wrapped(f"{heads}: {{", entries, "},", 4)
+        yield "}"
+    yield "# heads -> (requests, tokens) -> (row pitch in elements, gate mode)"
+    yield "POLICIES: dict[int, dict[tuple[int, int], tuple[int, int]]] = {"
+    for heads, keys in sorted(policy.policies.items()):
+        yield from _wrapped(f"{heads}: {{", (f"{key}: {value}" for key, value in sorted(keys.items())), "},", 4)
+    yield "}"
+    yield "# kind -> heads -> tokens -> requests -> time of the best other variant over that of the choice"
+    yield "MEASURED: dict[str, dict[int, dict[int, dict[int, float | None]]]] = {"
+    for kind, by_heads in sorted(policy.measured.items()):
+        yield f'    "{kind}": {{'
+        for heads, by_tokens in sorted(by_heads.items()):
+            yield f"        {heads}: {{"
+            for tokens, margins in sorted(by_tokens.items()):
+                entries = (f"{r}: {'None' if m is None else f'{m:.3f}'}" for r, m in sorted(margins.items()))
+                yield from _wrapped(f"{tokens}: {{", entries, "},", 12)
+            yield "        },"
+        yield "    },"
+    yield "}"
+    yield "# fmt: on"
+
+
+def _wrapped(head: str, entries: Iterable[str], tail: str, indent: int) -> Iterator[str]:
+    """Entries joined by commas, in lines that hold as many as fit."""
+    line = " " * indent + head
+    pieces = list(entries)
+    for i, entry in enumerate(pieces):
+        end = tail if i == len(pieces) - 1 else ","
+        if len(line) + len(entry) + len(end) + 1 > _WIDTH:
+            yield line.rstrip()
+            line = " " * (indent + 4)
+        line += entry + (end if end == tail else ", ")
+    yield line if pieces else line + tail
+
+
+def _text(value: str) -> str:
+    """A string literal as the formatter leaves it: in double quotes unless those need more escapes. ASCII."""
+    body = "".join(c if c in "'\"" else ascii(c)[1:-1] for c in value)
+    quote = "'" if value.count('"') > value.count("'") else '"'
+    return quote + body.replace(quote, f"\\{quote}") + quote
+
+
+def _value(value: object) -> str:
+    """A literal on one line, keys sorted."""
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_value(key)}: {_value(value[key])}" for key in sorted(value)) + "}"
+    return repr(value)
+
+
+def _distinct(policy: Policy) -> list[Options]:
+    found = {
+        _value(schedule): schedule
+        for table in (policy.schedule, policy.spec_schedule)
+        for row in table.values()
+        for schedule in row.values()
+    }
+    return [found[text] for text in sorted(found)]
+
+
+def _names(schedules: list[Options]) -> list[str]:
+    """Identifiers made of the fields in which the schedules differ; numbered where that isn't enough."""
+    fields = sorted({key for schedule in schedules for key in schedule})
+    varying = [key for key in fields if len({_value(schedule.get(key)) for schedule in schedules}) > 1]
+    names = ["_".join(_word(key, s[key]) for key in varying if key in s) or "SCHEDULE_0" for s in schedules]
+    if len(set(names)) == len(names) and all(name.isidentifier() and name.isascii() for name in names):
+        return names
+    return [f"SCHEDULE_{i}" for i in range(len(schedules))]
+
+
+def _word(key: str, value: SpecValue) -> str:
+    if isinstance(value, bool):
+        return key.upper() if value else f"NO_{key.upper()}"
+    return f"{key.upper()}{value}" if isinstance(value, int) else value.upper()

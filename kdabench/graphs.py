@@ -1,0 +1,126 @@
+"""CUDA graphs as things to time: capture, proof of what was captured, event timing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from kdabench.clock import ExhaustedError, Reading
+from kdabench.records import Candidate
+from kdabench.telemetry import GpuState, Telemetry
+
+_SUBMIT_CYCLES = 300_000  # 150 us at 2 GHz; submitting a graph of some hundred nodes takes 20 to 100 us
+
+_TRIES = 3
+
+
+class CaptureFailedError(Exception):
+    """A candidate could not be captured into a CUDA graph, or the graph holds other kernels than it claims."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A captured graph of `launches` launches. `holds` owns memory that the graph refers to."""
+
+    graph: torch.cuda.CUDAGraph
+    launches: int
+    holds: object = None
+
+
+def capture(enqueue: Callable[[int], None], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    """Capture what `enqueue(stream handle)` enqueues on `stream`, which first waits for all earlier work.
+
+    Raises CaptureFailedError with the reason.
+    """
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    stream.wait_stream(torch.cuda.current_stream())
+    torch.cuda.synchronize()
+    try:
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            enqueue(stream.cuda_stream)
+        graph.instantiate()
+    except (RuntimeError, torch.AcceleratorError) as reason:
+        raise CaptureFailedError(str(reason).splitlines()[0]) from reason
+    return graph
+
+
+def kernel_names(graph: torch.cuda.CUDAGraph) -> list[str]:
+    """Names of the kernels that a captured graph launches. Raises RuntimeError with the driver's error name."""
+    from cuda.bindings import driver
+
+    def checked(result: tuple[object, ...]) -> object:
+        if int(result[0]) != 0:  # type: ignore[call-overload]
+            raise RuntimeError(f"CUDA driver: {result[0]}")
+        return result[1:] if len(result) > 2 else result[1]
+
+    handle = driver.CUgraph(graph.raw_cuda_graph())
+    count = checked(driver.cuGraphGetNodes(handle, 0))[1]  # type: ignore[index]
+    nodes = checked(driver.cuGraphGetNodes(handle, count))[0]  # type: ignore[index]
+    names = []
+    for node in nodes:
+        if checked(driver.cuGraphNodeGetType(node)) != driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL:
+            continue
+        params = checked(driver.cuGraphKernelNodeGetParams(node))
+        if int(params.func) != 0:  # type: ignore[attr-defined]
+            name = checked(driver.cuFuncGetName(params.func))  # type: ignore[attr-defined]
+        else:
+            name = checked(driver.cuKernelGetName(params.kern))  # type: ignore[attr-defined]
+        names.append(name.decode() if isinstance(name, bytes) else str(name))
+    return names
+
+
+def require_kernels(graph: torch.cuda.CUDAGraph, expected: tuple[str, ...], launches: int) -> None:
+    """Raise CaptureFailedError unless each expected kernel name occurs at least once per launch.
+
+    A candidate that silently ran another variant is found here.
+    """
+    names = kernel_names(graph)
+    found = sum(any(e in name for e in expected) for name in names)
+    if found < launches:
+        seen = ", ".join(sorted({n[:60] for n in names})[:4]) or "nothing"
+        raise CaptureFailedError(
+            f"expected {launches} launches of {' or '.join(expected)}, the graph has {found} of "
+            f"them; it launches {seen}"
+        )
+
+
+class GraphClock:
+    """Times graph replays by CUDA events; the time of a baseline graph in the same round is taken off each sample."""
+
+    def __init__(
+        self, graphs: Mapping[Candidate, Timed], baseline: Timed | None, telemetry: Telemetry, stream: torch.cuda.Stream
+    ) -> None:
+        self._graphs = graphs
+        self._baseline = baseline
+        self._telemetry = telemetry
+        self._stream = stream
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+        self._baseline_us = 0.0
+        self._state = GpuState(None, None)
+
+    def begin_round(self, index: int) -> None:
+        """Read the GPU's state and, where there is one, the baseline: the mean of two replays."""
+        self._state = self._telemetry.state()
+        if self._baseline is not None:
+            self._baseline_us = (self._replay_us(self._baseline) + self._replay_us(self._baseline)) / 2
+
+    def read(self, candidate: Candidate) -> Reading:
+        timed = self._graphs[candidate]
+        for _ in range(_TRIES):
+            time_us = (self._replay_us(timed) - self._baseline_us) / timed.launches
+            if time_us > 0:
+                return Reading(time_us, self._state.sm_clock_mhz, self._state.throttled)
+        raise ExhaustedError(f"the baseline's noise exceeds the step: {time_us:.3f} us")
+
+    def _replay_us(self, timed: Timed) -> float:
+        begin, end = self._events
+        with torch.cuda.stream(self._stream):
+            # Keeps the GPU busy while the host submits the graph, so that submission is not timed.
+            torch.cuda._sleep(_SUBMIT_CYCLES)  # type: ignore[no-untyped-call]
+            begin.record()
+            timed.graph.replay()
+            end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e3

@@ -1,0 +1,104 @@
+"""A dispatch policy as data: what a fit yields and what is written as a module. See docs/policy.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kdabench.records import SpecValue
+
+Options = Mapping[str, SpecValue]
+"""Compile-time and launch choices of a variant, `pdl` always among them."""
+ScheduleTable = Mapping[int, Mapping[int, Options]]
+"""heads -> requests -> schedule of KdaSplit."""
+
+STEP_KINDS = ("decode", "spec", "record")
+"""Kinds that a fit covers. A replay below its threshold is a flush and a record."""
+DEFAULT_GATE_MODE = 2
+"""Of a key whose schedule doesn't name one: that of KdaSplit's Spec."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a policy comes from: the device, and the records it was fitted on.
+
+    capability  compute capability, (major, minor)
+    digest      sha256 of the records
+    ok, total   how many of them have a time
+    versions    what they were measured with
+    """
+
+    device: str
+    slug: str
+    sms: int
+    capability: tuple[int, int]
+    digest: str
+    ok: int
+    total: int
+    versions: Mapping[str, str]
+
+
+def never() -> dict[str, int | None]:
+    return dict.fromkeys(STEP_KINDS)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The constants of the decision list, under the names of the generated module in lower case. None is never.
+
+    options   of the variants that have no schedule table
+    policies  heads -> (requests, tokens) -> (row pitch in elements, gate mode)
+    measured  kind -> heads -> tokens -> requests -> time of the best other variant over that of the choice, or None
+              if no other variant has one
+    """
+
+    origin: Origin
+    schedule: ScheduleTable
+    spec_schedule: ScheduleTable
+    stock_items: Mapping[str, int | None]
+    options: Mapping[str, Options]
+    policies: Mapping[int, Mapping[tuple[int, int], tuple[int, int]]]
+    measured: Mapping[str, Mapping[int, Mapping[int, Mapping[int, float | None]]]] = field(default_factory=dict)
+    fused_items: Mapping[int, int] = field(default_factory=dict)
+    fused_default_items: int | None = None
+    fused_ws_items: int | None = None
+    ws_items: Mapping[str, int | None] = field(default_factory=never)
+    ws_small: int | None = None
+    ws_small_end: int | None = None
+    stream_items: Mapping[str, int | None] = field(default_factory=never)
+    stream_heads: int | None = None
+    wide_items: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The constants by the names of the generated module."""
+        rules = {name.upper(): getattr(self, name) for name in RULES}
+        keys = {
+            heads: {f"{requests},{tokens}": list(value) for (requests, tokens), value in row.items()}
+            for heads, row in self.policies.items()
+        }
+        return {
+            "DEVICE": self.origin.device, "SMS": self.origin.sms, "CAPABILITY": list(self.origin.capability),
+            "RECORDS": self.origin.digest, **rules, "OPTIONS": self.options, "SCHEDULE": self.schedule,
+            "SPEC_SCHEDULE": self.spec_schedule, "POLICIES": keys, "MEASURED": self.measured,
+        }  # fmt: skip
+
+
+RULES = (
+    "fused_items",
+    "fused_default_items",
+    "fused_ws_items",
+    "ws_items",
+    "ws_small",
+    "ws_small_end",
+    "stream_items",
+    "stream_heads",
+    "wide_items",
+    "stock_items",
+)
+"""The thresholds, in the order of the decision list."""
+
+
+def with_pdl(spec: Options) -> dict[str, SpecValue]:
+    """A candidate's spec as options: `pdl` is always said."""
+    return dict(sorted({"pdl": False, **spec}.items()))

@@ -1,0 +1,244 @@
+"""What each candidate took in each cell, and what a way of choosing costs against the fastest.
+
+Times enter as logarithms, so that costs are ratios: a miss of 30 % weighs as much as hundreds of 0.1 %.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kdabench.policy import STEP_KINDS, with_pdl
+from kdabench.records import Candidate, Cell, Record, canonical, cell_order
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+TIE = 0.005
+"""Times closer than this, as a ratio, are a tie."""
+NOWHERE = -1
+"""Index of the candidate where nothing can be picked."""
+_UNLISTED_WEIGHT = 1e-6
+
+
+class FitError(ValueError):
+    """Records that no policy can be fitted on. One line with the reason."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Measured steps of one input distribution.
+
+    cells       in the order of records.cell_order
+    candidates  by variant and spec
+    process_us  [cells, candidates, processes]  median of one process's samples; NaN where there is none
+    weights     [cells]  1 in the mean
+    """
+
+    cells: tuple[Cell, ...]
+    candidates: tuple[Candidate, ...]
+    process_us: Floats
+    weights: Floats
+
+    @cached_property
+    def log_us(self) -> Floats:
+        """[cells, candidates] log of the median over processes; NaN where a candidate has no time."""
+        log_us: Floats = np.log(_middle(self.process_us))
+        return log_us
+
+    @cached_property
+    def best(self) -> Floats:
+        """[cells] the smallest of `log_us`; NaN where nothing has a time."""
+        best: Floats = np.fmin.reduce(self.log_us, axis=1, initial=np.nan)
+        return best
+
+    def of(self, variant: str) -> list[int]:
+        """Indices of a variant's candidates."""
+        return [i for i, candidate in enumerate(self.candidates) if candidate.variant == variant]
+
+    @cached_property
+    def by_options(self) -> dict[tuple[str, str], int]:
+        """Index of a candidate by its variant and what `choose` calls its options."""
+        return {(c.variant, canonical(with_pdl(c.spec))): i for i, c in enumerate(self.candidates)}
+
+    def resampled(self, draw: Ints) -> Grid:
+        """The grid with other processes: draw [cells, processes] picks them, with repetition."""
+        return replace(self, process_us=np.take_along_axis(self.process_us, draw[:, None, :], axis=2))
+
+
+def _middle(values: Floats) -> Floats:
+    """Median over the last axis without its NaNs; NaN if nothing is left."""
+    count = np.sum(~np.isnan(values), axis=-1, keepdims=True)
+    ranked = np.sort(values, axis=-1)  # NaNs last
+    low = np.take_along_axis(ranked, np.maximum(count - 1, 0) // 2, axis=-1)
+    high = np.take_along_axis(ranked, np.minimum(count // 2, values.shape[-1] - 1), axis=-1)
+    middle: Floats = np.where(count > 0, (low + high) / 2, np.nan)[..., 0]
+    return middle
+
+
+def _median(samples: Sequence[float]) -> float:
+    ranked, half = sorted(samples), len(samples) // 2
+    return ranked[half] if len(samples) % 2 else (ranked[half - 1] + ranked[half]) / 2
+
+
+def check_comparable(records: Sequence[Record]) -> None:
+    """Raises FitError unless all were timed in context `layer` and differ only in what a policy asks for."""
+    contexts = {r.cell.context for r in records}
+    if contexts - {"layer"}:
+        raise FitError(f"context: {', '.join(sorted(contexts))}: a policy is fitted on context layer alone")
+    for axis in ("l2", "state_dtype", "conv_layout"):
+        found = sorted({str(getattr(r.cell, axis)) for r in records})
+        if len(found) > 1:
+            raise FitError(f"{axis}: {', '.join(found)}: one policy is fitted on one of them")
+
+
+def make_grid(records: Iterable[Record], weights: Mapping[int, float] | None = None) -> Grid:
+    """The grid of some records. A candidate that failed in any process of a cell has no time in it.
+
+    weights  how often each request count occurs; each goes to the nearest measured count. None weighs all cells alike.
+    """
+    rows = [r for r in records if r.cell.kind in STEP_KINDS]
+    failed = {(r.cell, r.candidate) for r in rows if r.status not in ("ok", "unstable")}
+    cells = sorted({r.cell for r in rows}, key=cell_order)
+    candidates = sorted({r.candidate for r in rows}, key=lambda c: (c.variant, c.spec_json))
+    processes = sorted({r.process for r in rows})
+    cell_at, candidate_at, process_at = ({k: i for i, k in enumerate(keys)} for keys in (cells, candidates, processes))
+    process_us = np.full((len(cells), len(candidates), max(1, len(processes))), np.nan)
+    for r in rows:
+        if r.status == "ok" and (r.cell, r.candidate) not in failed:
+            at = cell_at[r.cell], candidate_at[r.candidate], process_at[r.process]
+            process_us[at] = _median(r.samples_us)
+    return Grid(tuple(cells), tuple(candidates), process_us, _weights(cells, weights))
+
+
+def _weights(cells: Sequence[Cell], histogram: Mapping[int, float] | None) -> Floats:
+    if histogram is None:
+        return np.ones(len(cells))
+    for requests, weight in histogram.items():
+        if type(requests) is not int or requests < 1 or not 0 <= weight < math.inf:
+            raise FitError(f"weights: {requests}: {weight}: request counts >= 1 with finite weights >= 0")
+    found = np.full(len(cells), _UNLISTED_WEIGHT * (sum(histogram.values()) or 1.0))
+    series: dict[tuple[object, ...], list[int]] = {}
+    for i, cell in enumerate(cells):
+        series.setdefault((cell.kind, cell.heads, cell.tokens), []).append(i)
+    for rows in series.values():
+        for requests, weight in histogram.items():
+            distance = [abs(math.log(cells[i].requests / requests)) for i in rows]
+            found[rows[int(np.argmin(distance))]] += weight
+    return found * (len(cells) / float(found.sum()))
+
+
+def picks(grid: Grid, ranked: Callable[..., Any]) -> Ints:
+    """[cells] index of the first candidate of a policy's `ranked` choices that has a time."""
+    found = np.full(len(grid.cells), NOWHERE)
+    for row, cell in enumerate(grid.cells):
+        for choice in ranked(cell.heads, cell.requests, cell.tokens, cell.kind):
+            index = grid.by_options.get((choice.variant, canonical(dict(choice.options))))
+            if index is not None and not np.isnan(grid.log_us[row, index]):
+                found[row] = index
+                break
+    return found
+
+
+def log_regret(grid: Grid, picked: Ints) -> Floats:
+    """[cells] log of the picked candidate's time over the best; NaN where it has none."""
+    with_nowhere = np.column_stack([grid.log_us, np.full(len(grid.cells), np.nan)])
+    regret: Floats = np.take_along_axis(with_nowhere, picked[:, None], axis=1)[:, 0] - grid.best
+    return regret
+
+
+@dataclass(frozen=True)
+class Regret:
+    """Of a way of choosing, over the cells where it has a time. All but counts are fractions: 0.01 is 1 % slower.
+
+    geomean    weighted geometric mean
+    top1       share of cells where the fastest was chosen; only for information, ties make it misleading
+    """
+
+    cells: int
+    geomean: float
+    p99: float
+    max: float
+    worst: Cell
+    top1: float
+
+
+def summarize(grid: Grid, picked: Ints) -> dict[str, Regret]:
+    """By kind, and over "all". Kinds without a single time are left out."""
+    regret = log_regret(grid, picked)
+    kinds = np.array([cell.kind for cell in grid.cells])
+    found = {}
+    for kind in ("all", *STEP_KINDS):
+        rows = np.flatnonzero(~np.isnan(regret) & ((kinds == kind) | (kind == "all")))
+        if not len(rows):
+            continue
+        ranked = np.sort(np.expm1(regret[rows]))
+        found[kind] = Regret(
+            cells=len(rows),
+            geomean=math.expm1(float(np.average(regret[rows], weights=grid.weights[rows]))),
+            p99=float(ranked[math.ceil(0.99 * len(rows)) - 1]),
+            max=float(ranked[-1]),
+            worst=grid.cells[rows[int(np.argmax(regret[rows]))]],
+            top1=float(np.mean(regret[rows] == 0)),
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """How good a policy is on the cells it was fitted on. No certificate: that takes cells measured afterwards.
+
+    cells, without_winner   measured cells, and those in which nothing has a time
+    uncovered               cells where none of the policy's choices has a time, though something has
+    statuses                of all records
+    regret                  of the policy, by kind and over "all"
+    baselines               the same of other ways of choosing: "only <variant>" with its own best options, and
+                            "default schedule" if the kernel's default was measured
+    best_single_variant     the better of the "only ..." ways
+    table_gain              what an unrestricted table, one entry per cell, would gain in geometric mean
+    token_tables_gain       what a schedule of its own for each token count and kind would gain over KdaSplit's cells
+    intervals               STOCK_ITEMS by kind: 90 % bootstrap interval over processes, None with fewer than two
+    flips                   cells whose winner loses more than the tie band with generic inputs: (cell, ratio lost)
+    """
+
+    cells: int
+    without_winner: tuple[Cell, ...]
+    uncovered: tuple[Cell, ...]
+    statuses: Mapping[str, int]
+    regret: Mapping[str, Regret]
+    baselines: Mapping[str, Mapping[str, Regret]]
+    best_single_variant: str | None
+    table_gain: float
+    token_tables_gain: float
+    intervals: Mapping[str, tuple[int | None, int | None] | None]
+    flips: tuple[tuple[Cell, float], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def count_statuses(records: Iterable[Record]) -> dict[str, int]:
+    return dict(sorted(Counter(r.status for r in records).items()))
+
+
+def find_flips(grid: Grid, other: Grid) -> tuple[tuple[Cell, float], ...]:
+    """Cells whose winner in `grid` is slower than the winner in `other` there, by more than the tie band."""
+    place = {replace(cell, inputs="model"): row for row, cell in enumerate(other.cells)}
+    index = {candidate: i for i, candidate in enumerate(other.candidates)}
+    found = []
+    for row, cell in enumerate(grid.cells):
+        there = place.get(replace(cell, inputs="model"))
+        if there is None or np.isnan(grid.best[row]):
+            continue
+        winner = index.get(grid.candidates[int(np.nanargmin(grid.log_us[row]))])
+        lost = math.nan if winner is None else float(other.log_us[there, winner] - other.best[there])
+        if lost > math.log1p(TIE):
+            found.append((cell, math.expm1(lost)))
+    return tuple(found)

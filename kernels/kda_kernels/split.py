@@ -1,0 +1,1540 @@
+"""KDA decode, spec and record steps: a cluster of `split` CTAs per item, state rows in registers.
+
+projected   [requests * tokens, pitch]     bf16   q, k, v | output gate | f_a | raw beta
+conv_state  [slots, 3D, W]                 bf16, any strides; read and rolled
+state       [slots, heads, V=128, K=128]   f32 or bf16; updated (decode), read and written (spec), read (record)
+corrections [rows, heads, Q, 128]          f32, written (record)
+key_gates   [rows, heads, Q, 256]          bf16, written (record)
+out         [requests * tokens, D]         bf16
+
+CTA r of a cluster owns rows, channels and gate features r*128/split .. of its item:
+  load       slot; weights, window (cp.async); state rows (LDG, in flight until the recurrence); PDL wait; projection
+  gate       its gate features of all tokens: FP32 dot products, or tensor cores
+  convolve   its channels of q, k, v of all tokens
+  exchange   unnormalized q and k and the decays go to every CTA by st.async, on one mbarrier per CTA
+  recurrence token by token over its state rows. Norms are deferred: with W = S' k and Y = S' q for the decayed S',
+               u = beta (v - W rk),  o = Y rq + u (k.q) rk rq,  S = S' + u rk k,  rk and rq the inverse norms
+             so no norm is awaited before the products, and o not for the updated state
+  normalize  RMSNorm; sums of squares go to every CTA by st.async
+No CTA leaves before it has received all that its peers send, so none is written to after its end.
+Source: docs/operation.md, "The mathematics, per item".
+"""
+
+# A condition known at compile time can't share an `if` with one of the running kernel.
+# ruff: noqa: SIM102
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass.memory import SmemAllocator
+
+from kda_kernels import blocks, cubin
+from kda_kernels.gpu import Gpu
+from kda_kernels.operands import StepOperands
+from kdabench.problem import CONV_WIDTH, HEAD_DIM, Problem, ceil_div
+
+KERNELS = ("kda_split",)
+SOURCES = ("split.py", "blocks.py", "cubin.py")
+
+SPLITS = (1, 2, 4, 8)
+_HISTORY = CONV_WIDTH - 1
+_UNIT = 8  # bf16 elements of a 16-byte copy
+_KEY_EPS = 1e-6
+
+
+arch = cute.arch
+GMEM = cutlass.AddressSpace.gmem
+SMEM = cutlass.AddressSpace.smem
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Compile-time choices, and `pdl` of the launch.
+
+    split              CTAs per item
+    threads            per CTA
+    lanes_per_row      lanes that share a state row
+    staging            state rows wait in registers, or in shared memory (cp.async)
+    evict              evict-first in L2 for staged state
+    gate_mode          0: one chain of 8 tensor-core accumulations; 1: four chains of 2, summed in order;
+                       2: FP32 dot products
+    stream_hints       state passes L1 by, and is stored as streaming: gains below some 1000 items, costs above
+    state_late         state is asked for when the other operands have landed, not at once
+    streamable         16-byte copies of projection and window (docs/operation.md, "Streamable"); False: by element
+    conv_weight_dtype  of convolution weight and bias
+    window             most entries of a dim-first window that is copied whole; None: those of the problem
+    pdl                programmatic dependent launch
+    """
+
+    split: int = 1
+    threads: int = 256
+    lanes_per_row: int = 16
+    staging: Literal["registers", "shared"] = "registers"
+    evict: bool = False
+    gate_mode: int = 2
+    stream_hints: bool = True
+    state_late: bool = False
+    streamable: bool = True
+    conv_weight_dtype: Literal["fp32", "bf16"] = "fp32"
+    window: int | None = None
+    pdl: bool = False
+
+
+@dataclass(frozen=True)
+class Compiled:
+    binary: cubin.Binary
+    plan: Plan
+    pdl: bool
+
+    @property
+    def resources(self) -> cubin.Resources:
+        return self.binary.resources
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What decides the code: the problem's compile-time part and the Spec's. Its repr is the cache key.
+
+    layout   of the window: rows = dim-first, copied whole; taps = window-major; any = by element
+    window   most entries of a `rows` window
+    """
+
+    kind: str
+    tokens: int
+    state_dtype: str
+    layout: Literal["rows", "taps", "any"]
+    window: int
+    split: int
+    threads: int
+    lanes: int
+    staging: str
+    evict: bool
+    gate_mode: int
+    hints: bool
+    late: bool
+    streamable: bool
+    weight_dtype: str
+
+    @property
+    def dtype(self) -> Any:
+        return Float32 if self.state_dtype == "fp32" else BFloat16
+
+    @property
+    def item_bytes(self) -> int:
+        return 4 if self.state_dtype == "fp32" else 2
+
+    @property
+    def conv_dtype(self) -> Any:
+        return Float32 if self.weight_dtype == "fp32" else BFloat16
+
+    @property
+    def weight_bytes(self) -> int:
+        return 4 if self.weight_dtype == "fp32" else 2
+
+    @property
+    def warps(self) -> int:
+        return self.threads // 32
+
+    @property
+    def rows(self) -> int:
+        """State rows, channels of each of q, k, v and gate features of a CTA."""
+        return HEAD_DIM // self.split
+
+    @property
+    def warp_rows(self) -> int:
+        return self.rows // self.warps
+
+    @property
+    def step(self) -> int:
+        """Rows a warp covers at once."""
+        return 32 // self.lanes
+
+    @property
+    def thread_rows(self) -> int:
+        return self.warp_rows // self.step
+
+    @property
+    def copies(self) -> int:
+        """Neighbouring lanes that end up with the same row's sum."""
+        return self.lanes // self.thread_rows
+
+    @property
+    def vector(self) -> int:
+        """State elements of one load."""
+        return min(16 // self.item_bytes, HEAD_DIM // self.lanes)
+
+    @property
+    def chunks(self) -> int:
+        """Loads of a thread per row."""
+        return HEAD_DIM // self.lanes // self.vector
+
+    @property
+    def state_registers(self) -> int:
+        return self.thread_rows * HEAD_DIM // self.lanes
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """CTAs that an SM must hold: at 128 registers a thread with 64 values of state, else 80 or 96."""
+        registers = 128 if self.state_registers > 32 else 80 if self.tokens == 1 else 96
+        return min(65_536 // (registers * self.threads), 233_472 // (self.smem_bytes + 1024))
+
+    @property
+    def token_groups(self) -> int:
+        """Groups of tokens that different threads convolve; the second never reaches back into the window."""
+        return 2 if self.tokens > 4 and 3 * self.rows <= self.threads else 1
+
+    @property
+    def group_tokens(self) -> int:
+        return ceil_div(self.tokens, self.token_groups)
+
+    @property
+    def history(self) -> int:
+        """Entries kept in front of the inputs: the window's last three, unless it is copied whole."""
+        return 0 if self.layout == "rows" else _HISTORY
+
+    @property
+    def norm_slots(self) -> int:
+        """Partial sums of squares that a CTA gets per token."""
+        return self.split * self.warps if self.tokens == 1 else self.split
+
+    @property
+    def vector_layout(self) -> Any:
+        """q, k and decay of all tokens in shared memory, in a thread's columns:
+        (vector, lane, chunk, 3*token + part)."""
+        return cute.make_layout(
+            (self.vector, self.lanes, self.chunks, 3 * self.tokens),
+            stride=(1, self.vector, self.lanes * self.vector, HEAD_DIM),
+        )
+
+    @property
+    def state_layout(self) -> Any:
+        """A thread's part of a state page: (vector, chunk, row)."""
+        return cute.make_layout(
+            (self.vector, self.chunks, self.thread_rows), stride=(1, self.lanes * self.vector, self.step * HEAD_DIM)
+        )
+
+    @property
+    def stage_layout(self) -> Any:
+        """Staged state, private to its thread: (vector, chunk, row), thread."""
+        cell = self.threads * self.vector
+        return cute.make_layout(
+            ((self.vector, self.chunks, self.thread_rows), self.threads),
+            stride=((1, cell, self.chunks * cell), self.vector),
+        )
+
+    @property
+    def smem_bytes(self) -> int:
+        rows, tokens = self.rows, self.tokens
+        sizes = [
+            rows * HEAD_DIM * 2,
+            12 * rows * self.weight_bytes,
+            3 * rows * self.weight_bytes,
+            4 * rows,
+            4 * rows,
+            4,
+            6 * rows * (self.history + tokens),
+            2 * HEAD_DIM * tokens,
+            2 * rows * tokens,
+            4 * tokens,
+            4 * tokens * (3 * HEAD_DIM + rows),
+            4 * tokens * self.norm_slots,
+        ]
+        if self.layout == "rows":
+            sizes.append(6 * rows * self.window)
+        if tokens > 1:
+            sizes += [16 * tokens, 2 * rows * tokens]
+        if self.staging == "shared":
+            sizes.append(rows * HEAD_DIM * self.item_bytes)
+        return sum(16 * ceil_div(n, 16) for n in (*sizes, 16))
+
+
+def plan(problem: Problem, spec: Spec) -> Plan:
+    layout: Literal["rows", "taps", "any"] = "any"
+    if spec.streamable:
+        layout = "rows" if problem.conv_layout == "dim-first" else "taps"
+    window = spec.window if spec.window is not None else problem.window
+    return Plan(
+        kind=problem.kind,
+        tokens=problem.tokens,
+        state_dtype=problem.state_dtype,
+        layout=layout,
+        window=window if layout == "rows" else 0,
+        split=spec.split,
+        threads=spec.threads,
+        lanes=spec.lanes_per_row,
+        staging=spec.staging,
+        evict=spec.evict,
+        gate_mode=spec.gate_mode,
+        hints=spec.stream_hints,
+        late=spec.state_late,
+        streamable=spec.streamable,
+        weight_dtype=spec.conv_weight_dtype,
+    )
+
+
+def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
+    """Why this pair can't run, or None. Pure: no CUDA."""
+    if problem.kind not in ("decode", "spec", "record"):
+        return f"kind={problem.kind}: only decode, spec and record"
+    for name, value, allowed in (
+        ("split", spec.split, SPLITS),
+        ("threads", spec.threads, (128, 256, 512)),
+        ("lanes_per_row", spec.lanes_per_row, (8, 16, 32)),
+        ("staging", spec.staging, ("registers", "shared")),
+        ("gate_mode", spec.gate_mode, (0, 1, 2)),
+        ("conv_weight_dtype", spec.conv_weight_dtype, ("fp32", "bf16")),
+    ):
+        if value not in allowed:
+            return f"{name}={value!r} is not one of {', '.join(map(str, allowed))}"
+    if spec.evict and spec.staging != "shared":
+        return "evict: only with staging=shared"
+    if spec.window is not None and not problem.tokens + 2 <= spec.window <= 16:
+        return f"window={spec.window} must lie in {problem.tokens + 2}..16"
+    if problem.requests > 65_535:
+        return f"requests={problem.requests}: the grid takes at most 65535"
+    p = plan(problem, spec)
+    if p.warp_rows < max(p.step, 2):
+        return f"split={p.split} threads={p.threads} lanes_per_row={p.lanes}: fewer than {max(p.step, 2)} rows per warp"
+    if p.state_registers > 64:
+        return f"split={p.split} threads={p.threads}: {p.state_registers} state values per thread exceed 64"
+    if p.gate_mode != 2 and p.rows // 16 > p.warps:
+        return f"gate_mode={p.gate_mode}: {p.rows} features need {p.rows // 16} warps"
+    if p.smem_bytes > gpu.smem_per_block:
+        return f"{p.smem_bytes} bytes of shared memory exceed {gpu.smem_per_block}"
+    return None
+
+
+def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
+    """From shapes alone; one binary serves all heads, requests and strides. Raises ValueError for unsupported pairs."""
+    reason = unsupported(problem, spec, gpu)
+    if reason is not None:
+        raise ValueError(f"KdaSplit: {reason}")
+    p = plan(problem, spec)
+    binary = cubin.build(
+        _host, lambda: _arguments(p), arch=gpu.arch, threads=p.threads, cluster=p.split, sources=SOURCES, choices=p
+    )
+    return Compiled(binary, p, spec.pdl)
+
+
+def launch(compiled: Compiled, operands: StepOperands, stream: int) -> None:
+    """Enqueue one step. Raises ValueError, naming the operand, for operands that the compiled kernel can't take."""
+    o, p = operands, compiled.plan
+    _check(p, o)
+    heads, D = o.A_log.shape[0], o.dt_bias.shape[0]
+    requests = o.slots.shape[0]
+    tensors = (
+        o.projected,
+        o.conv_weight,
+        o.conv_bias,
+        o.conv_state,
+        o.f_b,
+        o.A_log,
+        o.dt_bias,
+        o.norm_weight,
+        o.state,
+        o.slots,
+        o.accepted,
+        o.corrections,
+        o.key_gates,
+        o.record_rows,
+        o.out,
+    )
+    addresses = [0 if t is None else t.data_ptr() for t in tensors]
+    record_tokens, corrections_stride, key_gates_stride = 0, 0, 0
+    if o.corrections is not None and o.key_gates is not None:
+        record_tokens = o.corrections.shape[2]
+        corrections_stride, key_gates_stride = o.corrections.stride(0), o.key_gates.stride(0)
+    assert o.lower_bound is not None
+    assert heads * HEAD_DIM == D
+    values = (
+        *addresses,
+        o.projected.stride(0),
+        *o.conv_state.stride(),
+        o.state.stride(0),
+        o.slots.stride(0),
+        corrections_stride,
+        key_gates_stride,
+        record_tokens,
+        heads,
+        o.lower_bound,
+        o.scale,
+        o.eps,
+    )
+    cubin.launcher(compiled.binary).launch((p.split * heads, requests, 1), values, stream, compiled.pdl)
+
+
+def _check(p: Plan, o: StepOperands) -> None:
+    def refuse(name: str, rule: str) -> None:
+        tensor = getattr(o, name)
+        about = "" if tensor is None else f" ({tensor.dtype}, {tuple(tensor.shape)}, strides {tensor.stride()})"
+        raise ValueError(f"{name}{about} {rule}")
+
+    if o.lower_bound is None:
+        raise ValueError("lower_bound is None: KdaSplit needs a bounded gate")
+    bf16, f32 = "torch.bfloat16", "torch.float32"
+    weight = f32 if p.weight_dtype == "fp32" else bf16
+    dtypes = {
+        "projected": bf16,
+        "conv_weight": weight,
+        "conv_state": bf16,
+        "f_b": bf16,
+        "A_log": f32,
+        "dt_bias": f32,
+        "norm_weight": f32,
+        "state": f32 if p.state_dtype == "fp32" else bf16,
+        "slots": "torch.int32",
+        "out": bf16,
+    }
+    if o.conv_bias is not None:
+        dtypes["conv_bias"] = weight
+    if p.kind == "spec":
+        dtypes["accepted"] = "torch.int32"
+    if p.kind == "record":
+        dtypes |= {"corrections": f32, "key_gates": bf16, "record_rows": "torch.int32"}
+    for name, dtype in dtypes.items():
+        tensor = getattr(o, name)
+        if tensor is None or str(tensor.dtype) != dtype:
+            refuse(name, f"must be {dtype} for the compiled kernel")
+    strided = ("projected", "conv_state", "state", "slots", "corrections", "key_gates")
+    for name in dtypes:
+        tensor = getattr(o, name)
+        if name not in strided and not tensor.is_contiguous():
+            refuse(name, "must be contiguous")
+        if name in ("conv_weight", "conv_bias", "f_b", "dt_bias", "norm_weight") and tensor.data_ptr() % 16:
+            refuse(name, "must start at a multiple of 16 bytes")
+    for name in ("state", "corrections", "key_gates"):
+        if name in dtypes and not getattr(o, name)[0].is_contiguous():
+            refuse(name, "must be dense but for its leading stride")
+    if o.state.data_ptr() % 16 or o.state.stride(0) * p.item_bytes % 16:
+        refuse("state", "must have 16-byte aligned pages")
+    if p.kind == "record":
+        for name, nbytes in (("corrections", 16), ("key_gates", 4)):
+            tensor = getattr(o, name)
+            if tensor.data_ptr() % nbytes or tensor.stride(0) * tensor.element_size() % nbytes:
+                refuse(name, f"must have {nbytes}-byte aligned rows")
+    if o.out.data_ptr() % 8:
+        refuse("out", "must start at a multiple of 8 bytes")
+    if o.projected.stride(1) != 1:
+        refuse("projected", "must have contiguous rows")
+    tokens = 1 if o.slots.ndim == 1 else o.slots.shape[1]
+    if tokens != (p.tokens if p.kind == "spec" else 1):
+        refuse("slots", f"doesn't fit kind {p.kind} with {p.tokens} tokens")
+    if tokens > 1 and o.slots.stride(1) != 1:
+        refuse("slots", "must have contiguous rows")
+    if o.projected.shape[0] != o.slots.shape[0] * p.tokens:
+        refuse("projected", f"must have {p.tokens} rows per request")
+    if p.kind == "record" and o.corrections is not None and o.corrections.shape[2] < p.tokens:
+        refuse("corrections", f"must hold {p.tokens} tokens")
+    _check_window(p, o, refuse)
+
+
+def _check_window(p: Plan, o: StepOperands, refuse: Any) -> None:
+    slot, channel, tap = o.conv_state.stride()
+    entries = o.conv_state.shape[2]
+    if entries < p.tokens + 2:
+        refuse("conv_state", f"must have at least {p.tokens + 2} entries")
+    if not p.streamable:
+        return
+    if o.projected.data_ptr() % 16 or o.projected.stride(0) % _UNIT:
+        refuse("projected", "must have 16-byte aligned rows: compile with streamable=False")
+    if o.conv_state.data_ptr() % 16 or slot % _UNIT:
+        refuse("conv_state", "must have 16-byte aligned slots: compile with streamable=False")
+    if p.layout == "rows" and not (tap == 1 and channel == entries and entries <= p.window):
+        refuse("conv_state", f"must be dim-first with at most {p.window} entries for the compiled kernel")
+    if p.layout == "taps" and not (channel == 1 and tap % _UNIT == 0):
+        refuse("conv_state", "must be window-major with 16-byte aligned entries for the compiled kernel")
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A CTA's shared memory."""
+
+    gate_weight: Any  # [rows, K] bf16, units swizzled by row
+    taps: Any  # [3, 4, rows]
+    bias: Any  # [3, rows]
+    dt_bias: Any  # [rows]
+    norm_weight: Any  # [rows]
+    A_log: Any  # [1]
+    x: Any  # [history + tokens, 3, rows] bf16
+    f_a: Any  # [tokens, K] bf16, units swizzled by token
+    out_gate: Any  # [tokens, rows] bf16
+    beta: Any  # [tokens, 2] bf16, of an even head and its neighbour
+    vectors: Any  # [tokens, 3, K] q, k, decay; then [tokens, rows] v
+    sums: Any  # [tokens, norm_slots] partial sums of squares of o
+    window: Any  # rows: [3, rows, entries] bf16; else the first entries of x
+    factors: Any  # [tokens, 4], windows only
+    o: Any  # [tokens, rows] bf16, windows only
+    state: Any  # `stage_layout`, staged only
+    barriers: Any  # mbarriers of the vectors and of the sums
+
+
+class Place(NamedTuple):
+    """Where a thread works: item and CTA, and their first element in a head-major vector [D]."""
+
+    tid: Int32
+    warp: Int32
+    lane: Int32
+    rank: Int32
+    head: Int32
+    channel: Int32
+    D: Int32
+
+
+class Window(NamedTuple):
+    """A request's convolution window: address of its page, element strides, first entry of the history."""
+
+    page: Int64
+    channel_stride: Int32
+    tap_stride: Int32
+    start: Int32
+
+
+class Record(NamedTuple):
+    """A request's record row, negative for none, and the addresses of the item's entries in it."""
+
+    row: Int32
+    key_gates: Int64
+    corrections: Int64
+
+
+def _arguments(p: Plan) -> tuple[Any, ...]:
+    strides = (Int64(0), Int64(0), Int32(0), Int32(0), Int64(0), Int32(0), Int64(0), Int64(0))
+    return (*(Int64(0),) * 15, *strides, Int32(0), Int32(1), Float32(-5), Float32(1), Float32(1e-5), p)
+
+
+@cute.jit
+def _host(
+    projected: Int64,
+    conv_weight: Int64,
+    conv_bias: Int64,
+    conv_state: Int64,
+    f_b: Int64,
+    A_log: Int64,
+    dt_bias: Int64,
+    norm_weight: Int64,
+    state: Int64,
+    slots: Int64,
+    accepted: Int64,
+    corrections: Int64,
+    key_gates: Int64,
+    record_rows: Int64,
+    out: Int64,
+    pitch: Int64,
+    conv_stride: Int64,
+    channel_stride: Int32,
+    tap_stride: Int32,
+    state_stride: Int64,
+    slots_stride: Int32,
+    corrections_stride: Int64,
+    key_gates_stride: Int64,
+    record_tokens: Int32,
+    heads: Int32,
+    lower_bound: Float32,
+    scale: Float32,
+    eps: Float32,
+    P: cutlass.Constexpr,
+) -> None:
+    # fmt: off
+    kda_split(
+        projected, conv_weight, conv_bias, conv_state, f_b, A_log, dt_bias, norm_weight, state, slots, accepted,
+        corrections, key_gates, record_rows, out, pitch, conv_stride, channel_stride, tap_stride, state_stride,
+        slots_stride, corrections_stride, key_gates_stride, record_tokens, heads, lower_bound, scale, eps, P,
+    ).launch(
+        grid=(P.split, 1, 1), block=(P.threads, 1, 1), cluster=(P.split, 1, 1), min_blocks_per_mp=P.ctas_per_sm,
+        preferred_smem_carveout=100,
+    )
+    # fmt: on
+
+
+@cute.kernel
+def kda_split(
+    projected: Int64,
+    conv_weight: Int64,
+    conv_bias: Int64,
+    conv_state: Int64,
+    f_b: Int64,
+    A_log: Int64,
+    dt_bias: Int64,
+    norm_weight: Int64,
+    state: Int64,
+    slots: Int64,
+    accepted: Int64,
+    corrections: Int64,
+    key_gates: Int64,
+    record_rows: Int64,
+    out: Int64,
+    pitch: Int64,
+    conv_stride: Int64,
+    channel_stride: Int32,
+    tap_stride: Int32,
+    state_stride: Int64,
+    slots_stride: Int32,
+    corrections_stride: Int64,
+    key_gates_stride: Int64,
+    record_tokens: Int32,
+    heads: Int32,
+    lower_bound: Float32,
+    scale: Float32,
+    eps: Float32,
+    P: cutlass.Constexpr,
+) -> None:
+    tid, _, _ = arch.thread_idx()
+    column, request, _ = arch.block_idx()
+    rank, head = column % P.split, column // P.split
+    lane = tid % 32
+    warp = arch.make_warp_uniform(tid // 32)
+
+    # The slot must be the first load: behind the copies it comes back a microsecond later.
+    # One load for all a request's numbers, so that none shares a scoreboard with the state, and is waited for with it:
+    # slots on the first lanes, then accepted or the record row.
+    table = slots + Int64(request) * slots_stride * 4
+    slot_count = P.tokens if const_expr(P.kind == "spec") else 1
+    if const_expr(P.kind != "decode"):
+        if lane < slot_count:
+            table += Int64(lane) * 4
+        else:
+            table = (accepted if const_expr(P.kind == "spec") else record_rows) + Int64(request) * 4
+    mine = blocks.at(Int32, table, Int32(0))
+
+    M = allocate(P)
+    if const_expr(P.split > 1):
+        if tid == 0:
+            arch.mbarrier_init(M.barriers, 1)
+            arch.mbarrier_init(M.barriers + 1, 1)
+            arch.mbarrier_init_fence()
+            arch.mbarrier_arrive_and_expect_tx(M.barriers, P.tokens * (3 * HEAD_DIM + P.rows) * 4)
+            arch.mbarrier_arrive_and_expect_tx(M.barriers + 1, P.tokens * P.norm_slots * 4)
+        arch.cluster_arrive_relaxed()
+
+    at = Place(tid, warp, lane, rank, head, head * HEAD_DIM + rank * P.rows, heads * HEAD_DIM)
+    load_weights(M, conv_weight, conv_bias, f_b, A_log, dt_bias, norm_weight, at, P)
+    page, read, start, row = mine, mine, Int32(0), Int32(-1)
+    if const_expr(P.kind != "decode"):
+        page = arch.shuffle_sync(mine, 0)
+        read = page
+    if const_expr(P.kind == "spec"):
+        start = min(max(arch.shuffle_sync(mine, slot_count) - 1, Int32(0)), Int32(P.tokens - 1))
+        read = arch.shuffle_sync(mine, start)
+    if const_expr(P.kind == "record"):
+        row = arch.shuffle_sync(mine, slot_count)
+    inputs = projected + Int64(request * P.tokens) * pitch * 2
+    results = out + (Int64(request * P.tokens) * at.D + at.channel) * 2
+    if page > 0 and read > 0:
+        window = Window(conv_state + Int64(page) * conv_stride * 2, channel_stride, tap_stride, start)
+        load_window(M, window, at, P)
+        pages = state + Int64(head * (HEAD_DIM * HEAD_DIM) + thread_offset(at, P)) * P.item_bytes
+        page_bytes = state_stride * P.item_bytes
+        raw = cute.make_rmem_tensor((P.vector, P.chunks, P.thread_rows), P.dtype)
+        if const_expr(P.staging == "registers" and not P.late):
+            load_state(raw, pages + Int64(read) * page_bytes, P)
+        arch.griddepcontrol_wait()
+        arch.griddepcontrol_launch_dependents()
+        load_projection(M, inputs, pitch, at, P)
+        arch.cp_async_commit_group()
+        if const_expr(P.staging == "shared" and not P.late):
+            stage_state(M, pages + Int64(read) * page_bytes, at, P)
+            arch.cp_async_commit_group()
+            arch.cp_async_wait_group(1)
+        else:
+            arch.cp_async_wait_group(0)
+        arch.sync_threads()
+        if const_expr(P.late):
+            if const_expr(P.staging == "registers"):
+                load_state(raw, pages + Int64(read) * page_bytes, P)
+            else:
+                stage_state(M, pages + Int64(read) * page_bytes, at, P)
+                arch.cp_async_commit_group()
+
+        if const_expr(P.split > 1):
+            arch.cluster_wait()
+        entry = head * record_tokens
+        own = warp * P.warp_rows + P.step * (lane % P.lanes // P.copies) + lane // P.lanes  # row of this lane's sums
+        record = Record(
+            row,
+            key_gates + (Int64(row) * key_gates_stride + Int64(entry) * (2 * HEAD_DIM)) * 2,
+            corrections + (Int64(row) * corrections_stride + Int64(entry) * HEAD_DIM) * 4,
+        )
+        gate(M, lower_bound, record, at, P)
+        convolve(M, window, record, at, P)
+        if const_expr(P.split > 1):
+            arch.mbarrier_wait(M.barriers, 0)
+        else:
+            arch.sync_threads()
+
+        if const_expr(P.staging == "shared"):
+            arch.cp_async_wait_group(0)
+            unstage_state(raw, M, at, P)
+        S = cute.make_rmem_tensor((P.vector, P.chunks, P.thread_rows), Float32)
+        if const_expr(P.tokens == 1):
+            S.store(raw.load().to(Float32))
+            o = decode(S, M, scale, pages + Int64(page) * page_bytes, own, at, P)
+            if const_expr(P.split > 1 and P.layout == "rows"):
+                arch.sync_threads()
+            store_window(M, window, at, P)
+            normalize_decode(o, M, eps, results, own, at, P)
+        else:
+            factors(M, scale, at, P)
+            arch.sync_threads()
+            store_window(M, window, at, P)
+            S.store(raw.load().to(Float32))
+            recurrence(S, M, mine, pages, page_bytes, own, at, P)
+            arch.sync_threads()
+            # Asked for anew, so that less is kept in registers during the recurrence.
+            column, request = blocks.special("%ctaid.x"), blocks.special("%ctaid.y")
+            tid = blocks.special("%tid.x")
+            rank, head = column % P.split, column // P.split
+            at = Place(tid, tid // 32, tid % 32, rank, head, head * HEAD_DIM + rank * P.rows, heads * HEAD_DIM)
+            results = out + (Int64(request * P.tokens) * at.D + at.channel) * 2
+            normalize(M, eps, results, record, at, P)
+    else:
+        arch.cp_async_commit_group()
+        arch.cp_async_wait_group(0)
+        arch.griddepcontrol_wait()
+        arch.griddepcontrol_launch_dependents()
+        store_zeros(results, at, P)
+        if const_expr(P.split > 1):
+            arch.cluster_wait()
+
+
+def allocate(P: Plan) -> Shared:
+    """`Plan.smem_bytes` counts the same pieces."""
+    smem = SmemAllocator()
+
+    def array(dtype: Any, layout: Any) -> Any:
+        return smem.allocate_tensor(dtype, cute.make_layout(layout), byte_alignment=16)
+
+    x = array(BFloat16, (P.rows, 3, P.history + P.tokens))
+    vectors = array(Float32, P.tokens * (3 * HEAD_DIM + P.rows))
+    windows = P.tokens > 1
+    return Shared(
+        gate_weight=array(BFloat16, P.rows * HEAD_DIM),
+        taps=array(P.conv_dtype, (P.rows, CONV_WIDTH, 3)),
+        bias=array(P.conv_dtype, (P.rows, 3)),
+        dt_bias=array(Float32, P.rows),
+        norm_weight=array(Float32, P.rows),
+        A_log=array(Float32, 1),
+        x=x,
+        f_a=array(BFloat16, P.tokens * HEAD_DIM),
+        out_gate=array(BFloat16, (P.rows, P.tokens)),
+        beta=array(BFloat16, (2, P.tokens)),
+        vectors=vectors,
+        sums=array(Float32, (P.norm_slots, P.tokens)),
+        window=array(BFloat16, 3 * P.rows * P.window) if P.layout == "rows" else x,
+        factors=array(Float32, (4, P.tokens)) if windows else None,
+        o=array(BFloat16, (P.rows, P.tokens)) if windows else None,
+        state=smem.allocate_tensor(P.dtype, P.stage_layout, byte_alignment=16) if P.staging == "shared" else None,
+        barriers=smem.allocate_array(Int64, 2, byte_alignment=16),
+    )
+
+
+@cute.jit
+def thread_offset(at: Place, P: cutlass.Constexpr) -> Int32:
+    """Element of a state page where this thread's part starts."""
+    row = at.rank * P.rows + at.warp * P.warp_rows + at.lane // P.lanes
+    return row * HEAD_DIM + at.lane % P.lanes * P.vector
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows [outer, inner] of `units` 16-byte units each, to be copied to dense rows in shared memory.
+
+    swizzled   unit u of row r goes to place u ^ (r % 8) of its row
+    wide       by cp.async; otherwise element by element, for rows at any even address
+    first      thread that gets the first unit
+    """
+
+    outer: int
+    inner: int
+    units: int
+    swizzled: bool = False
+    wide: bool = True
+    first: int = 0
+
+
+@cute.jit
+def copy_rows(
+    shared: cute.Pointer,
+    address: Int64,
+    outer_bytes: Int64,
+    inner_bytes: Int64,
+    R: cutlass.Constexpr,
+    at: Place,
+    P: cutlass.Constexpr,
+) -> None:
+    """Start to copy rows that lie outer_bytes and inner_bytes apart."""
+    total = R.outer * R.inner * R.units
+    base = shared.toint()
+    thread = (at.tid + (P.threads - R.first % P.threads)) % P.threads
+    if const_expr(R.outer == 1 and P.threads % (8 * R.units) == 0):
+        # A thread's units lie at one place of their rows, at equal distances.
+        place, source = _unit_places(base, address, thread, outer_bytes, inner_bytes, R)
+        distance = inner_bytes * (P.threads // R.units)
+        for i in range_constexpr(ceil_div(total, P.threads)):
+            if const_expr((i + 1) * P.threads <= total):
+                _copy_unit(place + i * P.threads * 16, source + i * distance, R.wide)
+            else:
+                if thread + i * P.threads < total:
+                    _copy_unit(place + i * P.threads * 16, source + i * distance, R.wide)
+    else:
+        for i in range_constexpr(ceil_div(total, P.threads)):
+            unit = thread + i * P.threads
+            if const_expr((i + 1) * P.threads <= total):
+                place, source = _unit_places(base, address, unit, outer_bytes, inner_bytes, R)
+                _copy_unit(place, source, R.wide)
+            else:
+                if unit < total:
+                    place, source = _unit_places(base, address, unit, outer_bytes, inner_bytes, R)
+                    _copy_unit(place, source, R.wide)
+
+
+@cute.jit
+def _unit_places(
+    base: Int32, address: Int64, unit: Int32, outer_bytes: Int64, inner_bytes: Int64, R: cutlass.Constexpr
+) -> tuple[Int32, Int64]:
+    """Shared and global address of a unit."""
+    row, u = unit // R.units, unit % R.units
+    source = address + Int64(row // R.inner) * outer_bytes + Int64(row % R.inner) * inner_bytes + u * 16
+    place = unit
+    if const_expr(R.swizzled):
+        place = row * R.units + (u ^ (row % 8))
+    return base + place * 16, source
+
+
+@cute.jit
+def _copy_unit(shared: Int32, address: Int64, wide: cutlass.Constexpr) -> None:
+    if const_expr(wide):
+        blocks.copy_async(shared, address, 16)
+    else:
+        values = cute.make_rmem_tensor(_UNIT, BFloat16)
+        for e in range_constexpr(_UNIT):
+            values[e] = blocks.at(BFloat16, address, Int32(e))
+        target = cute.make_ptr(BFloat16, shared, SMEM, assumed_align=16)
+        cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(_UNIT)))
+
+
+@cute.jit
+def load_weights(
+    M: cutlass.Constexpr,
+    conv_weight: Int64,
+    conv_bias: Int64,
+    f_b: Int64,
+    A_log: Int64,
+    dt_bias: Int64,
+    norm_weight: Int64,
+    at: Place,
+    P: cutlass.Constexpr,
+) -> None:
+    size = P.weight_bytes
+    units, quads = P.rows * size // 16, P.rows // 4
+    part_bytes, none = Int64(at.D) * size, Int64(0)
+    taps = 3 * CONV_WIDTH
+    used = taps * units
+    copy_rows(M.taps.iterator, conv_weight + Int64(at.channel) * size, none, part_bytes, Rows(1, taps, units), at, P)
+    if conv_bias != none:
+        rows = Rows(1, 3, units, first=used)
+        copy_rows(M.bias.iterator, conv_bias + Int64(at.channel) * size, none, part_bytes, rows, at, P)
+    else:
+        if at.tid < P.rows:
+            for part in range_constexpr(3):
+                M.bias[at.tid, part] = P.conv_dtype(0)
+    used += 3 * units
+    copy_rows(M.dt_bias.iterator, dt_bias + Int64(at.channel) * 4, none, none, Rows(1, 1, quads, first=used), at, P)
+    rows = Rows(1, 1, quads, first=used + quads)
+    copy_rows(M.norm_weight.iterator, norm_weight + Int64(at.rank * P.rows) * 4, none, none, rows, at, P)
+    if at.tid == P.threads - 1:
+        blocks.copy_async(M.A_log.iterator.toint(), A_log + Int64(at.head) * 4, 4)
+    rows = Rows(1, P.rows, HEAD_DIM // _UNIT, swizzled=True)
+    features = f_b + Int64(at.channel) * (2 * HEAD_DIM)
+    copy_rows(M.gate_weight.iterator, features, none, Int64(2 * HEAD_DIM), rows, at, P)
+
+
+@cute.jit
+def load_window(M: cutlass.Constexpr, window: Window, at: Place, P: cutlass.Constexpr) -> None:
+    """rows: all entries, `[3, rows, W]`; else entries start .. start+2, `[3 entries, 3, rows]`."""
+    if const_expr(P.layout == "rows"):
+        units = P.rows // _UNIT * window.channel_stride  # of one of q, k, v
+        base = M.window.iterator.toint()
+        for i in range_constexpr(ceil_div(3 * P.rows // _UNIT * P.window, P.threads)):
+            unit = at.tid + i * P.threads
+            if unit < 3 * units:
+                blocks.copy_async(base + unit * 16, _rows_unit(window, unit, units, at), 16)
+    elif const_expr(P.layout == "taps"):
+        tap_bytes = Int64(window.tap_stride) * 2
+        source = window.page + Int64(window.start) * tap_bytes + Int64(at.channel) * 2
+        rows = Rows(_HISTORY, 3, P.rows // _UNIT)
+        copy_rows(M.window.iterator, source, tap_bytes, Int64(at.D) * 2, rows, at, P)
+    else:
+        total = _HISTORY * 3 * P.rows
+        flat = cute.make_tensor(M.window.iterator, cute.make_layout(total))
+        for i in range_constexpr(ceil_div(total, P.threads)):
+            index = at.tid + i * P.threads
+            if index < total:
+                flat[index] = blocks.at(BFloat16, _element(window, index, window.start, at, P), Int32(0))
+
+
+@cute.jit
+def _rows_unit(window: Window, unit: Int32, units: Int32, at: Place) -> Int64:
+    """Address of a unit of this CTA in a dim-first window."""
+    part = Int32(0)
+    if unit >= units:
+        part = Int32(1)
+    if unit >= 2 * units:
+        part = Int32(2)
+    row_bytes = window.channel_stride * 2
+    return window.page + Int64(part * at.D + at.channel) * row_bytes + Int64(unit - part * units) * 16
+
+
+@cute.jit
+def _element(window: Window, index: Int32, first: Int32, at: Place, P: cutlass.Constexpr) -> Int64:
+    """Address of element `index` of `[entries from first, 3, rows]` of this CTA."""
+    entry = first + index // (3 * P.rows)
+    c = index // P.rows % 3 * at.D + at.channel + index % P.rows
+    return window.page + (Int64(entry) * window.tap_stride + Int64(c) * window.channel_stride) * 2
+
+
+@cute.jit
+def load_projection(M: cutlass.Constexpr, projected: Int64, pitch: Int64, at: Place, P: cutlass.Constexpr) -> None:
+    units, columns = P.rows // _UNIT, HEAD_DIM // _UNIT
+    row_bytes, part_bytes, wide = pitch * 2, Int64(at.D) * 2, P.streamable
+    mine = projected + Int64(at.channel) * 2
+    f_a = projected + 4 * part_bytes
+    rows = Rows(P.tokens, 1, columns, swizzled=True, wide=wide)
+    copy_rows(M.f_a.iterator, f_a, row_bytes, Int64(0), rows, at, P)
+    used = P.tokens * columns
+    rows = Rows(P.tokens, 3, units, wide=wide, first=used)
+    copy_rows(M.x.iterator + P.history * 3 * P.rows, mine, row_bytes, part_bytes, rows, at, P)
+    rows = Rows(P.tokens, 1, units, wide=wide, first=used + 3 * P.tokens * units)
+    copy_rows(M.out_gate.iterator, mine + 3 * part_bytes, row_bytes, Int64(0), rows, at, P)
+    t = P.threads - 1 - at.tid
+    if t < P.tokens:
+        beta = f_a + 2 * HEAD_DIM + Int64(t) * row_bytes
+        if const_expr(wide):
+            # A word: the other half is beta of the neighbouring head, or padding of the row.
+            blocks.copy_async(M.beta.iterator.toint() + t * 4, beta + Int64(at.head // 2) * 4, 4)
+        else:
+            M.beta[at.head % 2, t] = blocks.at(BFloat16, beta, at.head)
+
+
+@cute.jit
+def load_state(raw: cute.Tensor, address: Int64, P: cutlass.Constexpr) -> None:
+    """This thread's part of a state page to registers: [vector, chunks, rows]."""
+    nbytes = P.vector * P.item_bytes
+    part = cute.make_tensor(cute.make_ptr(P.dtype, address, GMEM, assumed_align=nbytes), P.state_layout)
+    priority = cute.nvgpu.CacheEvictionPriority.EVICT_NORMAL
+    if const_expr(P.hints):
+        priority = cute.nvgpu.CacheEvictionPriority.NO_ALLOCATE
+    load = cute.nvgpu.CopyG2ROp()
+    atom = cute.make_copy_atom(load, P.dtype, num_bits_per_copy=8 * nbytes, l1c_evict_priority=priority)
+    for j in range_constexpr(P.thread_rows):
+        for c in range_constexpr(P.chunks):
+            cute.copy(atom, part[None, c, j], raw[None, c, j])
+
+
+@cute.jit
+def stage_state(M: cutlass.Constexpr, address: Int64, at: Place, P: cutlass.Constexpr) -> None:
+    """This thread's part of a state page to its own cells of shared memory."""
+    nbytes = P.vector * P.item_bytes
+    base = M.state.iterator.toint() + at.tid * nbytes
+    policy = Int64(0)
+    if const_expr(P.evict):
+        policy = blocks.evict_first()
+    for j in range_constexpr(P.thread_rows):
+        for c in range_constexpr(P.chunks):
+            cell = base + (j * P.chunks + c) * P.threads * nbytes
+            source = address + (j * P.step * HEAD_DIM + c * P.lanes * P.vector) * P.item_bytes
+            if const_expr(P.evict):
+                blocks.copy_async_hinted(cell, source, nbytes, policy)
+            else:
+                blocks.copy_async(cell, source, nbytes)
+
+
+@cute.jit
+def unstage_state(raw: cute.Tensor, M: cutlass.Constexpr, at: Place, P: cutlass.Constexpr) -> None:
+    for j in range_constexpr(P.thread_rows):
+        for c in range_constexpr(P.chunks):
+            cute.autovec_copy(M.state[(None, c, j), at.tid], raw[None, c, j])
+
+
+@cute.jit
+def store_state(S: cute.Tensor, address: Int64, P: cutlass.Constexpr) -> None:
+    nbytes = P.vector * P.item_bytes
+    part = cute.make_tensor(cute.make_ptr(P.dtype, address, GMEM, assumed_align=nbytes), P.state_layout)
+    mode = cute.nvgpu.StoreCacheMode.NONE
+    if const_expr(P.hints):
+        mode = cute.nvgpu.StoreCacheMode.STREAMING
+    store = cute.nvgpu.CopyR2GOp()
+    atom = cute.make_copy_atom(store, P.dtype, num_bits_per_copy=8 * nbytes, store_cache_mode=mode)
+    for j in range_constexpr(P.thread_rows):
+        for c in range_constexpr(P.chunks):
+            piece = cute.make_rmem_tensor(P.vector, P.dtype)
+            piece.store(S[None, c, j].load().to(P.dtype))
+            cute.copy(atom, piece, part[None, c, j])
+
+
+@cute.jit
+def gate(M: cutlass.Constexpr, lower_bound: Float32, record: Record, at: Place, P: cutlass.Constexpr) -> None:
+    """This CTA's decays of all tokens, to every CTA; raw gates to the record."""
+    exp_A = blocks.exp(M.A_log[0])
+    if const_expr(P.gate_mode == 2):
+        if const_expr(P.tokens == 1):
+            _gate_dot(M, Int32(0), exp_A, lower_bound, record, at, P)
+        else:
+            for t in cutlass.range(P.tokens, unroll=1):
+                _gate_dot(M, t, exp_A, lower_bound, record, at, P)
+    elif const_expr(P.rows // 16 == P.warps):
+        _gate_mma(M, exp_A, lower_bound, record, at, P)
+    else:
+        if at.warp < P.rows // 16:
+            _gate_mma(M, exp_A, lower_bound, record, at, P)
+
+
+@cute.jit
+def _gate_dot(
+    M: cutlass.Constexpr,
+    t: Int32,
+    exp_A: Float32,
+    lower_bound: Float32,
+    record: Record,
+    at: Place,
+    P: cutlass.Constexpr,
+) -> None:
+    """FP32 dot products of one token: a half-warp per feature, 8 columns per lane."""
+    weights = cute.make_tensor(
+        M.gate_weight.iterator, cute.make_layout((_UNIT, 16, P.rows), stride=(1, _UNIT, HEAD_DIM))
+    )
+    inputs = cute.make_tensor(M.f_a.iterator, cute.make_layout((_UNIT, 16, P.tokens), stride=(1, _UNIT, HEAD_DIM)))
+    half, column = at.lane // 16, at.lane % 16
+    count = P.warp_rows // 2
+    x = cute.make_rmem_tensor(_UNIT, BFloat16)
+    cute.autovec_copy(inputs[None, column ^ (t % 8), t], x)
+    sums = cute.make_rmem_tensor(count, Float32)
+    for i in range_constexpr(count):
+        feature = at.warp * P.warp_rows + 2 * i + half
+        w = cute.make_rmem_tensor(_UNIT, BFloat16)
+        cute.autovec_copy(weights[None, column ^ (feature % 8), feature], w)
+        total = Float32(0)
+        for e in range_constexpr(_UNIT):
+            total += x[e].to(Float32) * w[e].to(Float32)
+        sums[i] = total
+    raw = blocks.row_sums(sums, count, 16, at.lane).to(BFloat16)
+    copies = 16 // count
+    feature = at.warp * P.warp_rows + 2 * (column // copies) + half
+    # Lane `copy` of those that hold this feature sends it to that CTA.
+    copy = column % copies
+    d = blocks.exp(blocks.log_decay(raw.to(Float32), M.dt_bias[feature], exp_A, lower_bound))
+    place = (3 * t + 2) * HEAD_DIM + at.rank * P.rows + feature
+    if copy < P.split:
+        _send_to(M, place, d, copy, P)
+    if const_expr(P.kind == "record"):
+        if copy == 0 and record.row >= 0:
+            _record_gate(record, t, feature, raw, at, P)
+
+
+@cute.jit
+def _gate_mma(
+    M: cutlass.Constexpr, exp_A: Float32, lower_bound: Float32, record: Record, at: Place, P: cutlass.Constexpr
+) -> None:
+    """16 features of all tokens on tensor cores; columns past the last token repeat it."""
+    g, q = at.lane // 4, at.lane % 4
+    # Pairs of columns: (pair of a unit, unit, row); units are swizzled by row % 8.
+    stride = (1, 4, HEAD_DIM // 2)
+    weights = cute.make_tensor(
+        cute.recast_ptr(M.gate_weight.iterator, dtype=Uint32), cute.make_layout((4, 16, P.rows), stride=stride)
+    )
+    inputs = cute.make_tensor(
+        cute.recast_ptr(M.f_a.iterator, dtype=Uint32), cute.make_layout((4, 16, P.tokens), stride=stride)
+    )
+    upper = at.warp * 16 + g
+    token = min(g, P.tokens - 1)
+    chains = 1 if const_expr(P.gate_mode == 0) else 4
+    sums = []
+    for chain in range_constexpr(chains):
+        c = (Float32(0), Float32(0), Float32(0), Float32(0))
+        for i in range_constexpr(8 // chains):
+            u = 2 * (chain * (8 // chains) + i)
+            left, right = u ^ g, (u + 1) ^ g
+            a = (weights[q, left, upper], weights[q, left, upper + 8],
+                 weights[q, right, upper], weights[q, right, upper + 8])  # fmt: skip
+            b = (inputs[q, u ^ (token % 8), token], inputs[q, (u + 1) ^ (token % 8), token])
+            c = blocks.mma_16816(c, a, b)
+        sums.append(c)
+    for i in range_constexpr(4):
+        # Elements 0, 1: tokens 2q, 2q+1 of the upper feature; 2, 3: of the lower. One token: both columns equal.
+        if const_expr(P.tokens > 1 or i % 2 == 0):
+            total = sums[0][i]
+            for chain in range_constexpr(1, chains):
+                total = total + sums[chain][i]
+            feature = upper + 8 * (i // 2)
+            raw = total.to(BFloat16)
+            d = blocks.exp(blocks.log_decay(raw.to(Float32), M.dt_bias[feature], exp_A, lower_bound))
+            if const_expr(P.tokens > 1):
+                t = 2 * q + i % 2
+                if t < P.tokens:
+                    place = (3 * t + 2) * HEAD_DIM + at.rank * P.rows + feature
+                    for cta in range_constexpr(P.split):
+                        _send_to(M, place, d, Int32(cta), P)
+                    if const_expr(P.kind == "record"):
+                        if record.row >= 0:
+                            _record_gate(record, t, feature, raw, at, P)
+            else:
+                # All four lanes of a feature hold it, and share the CTAs.
+                for j in range_constexpr(ceil_div(P.split, 4)):
+                    if q + 4 * j < P.split:
+                        _send_to(M, 2 * HEAD_DIM + at.rank * P.rows + feature, d, q + 4 * j, P)
+
+
+@cute.jit
+def _send_to(M: cutlass.Constexpr, place: Int32, x: Float32, cta: Int32, P: cutlass.Constexpr) -> None:
+    """x to an element of `vectors` in a CTA of the cluster."""
+    if const_expr(P.split == 1):
+        M.vectors[place] = x
+    else:
+        address = M.vectors.iterator.toint() + place * 4
+        blocks.send(blocks.peer(address, cta), blocks.peer(M.barriers.toint(), cta), x)
+
+
+@cute.jit
+def _record_gate(record: Record, t: Int32, feature: Int32, raw: BFloat16, at: Place, P: cutlass.Constexpr) -> None:
+    element = t * (2 * HEAD_DIM) + HEAD_DIM + at.rank * P.rows + feature
+    blocks.put(BFloat16, record.key_gates + Int64(element) * 2, raw)
+
+
+@cute.jit
+def convolve(M: cutlass.Constexpr, window: Window, record: Record, at: Place, P: cutlass.Constexpr) -> None:
+    """This CTA's channels of q, k, v of all tokens: q and k to every CTA, v to this one; keys to the record.
+
+    Thread = two channels of a group of tokens. A window that is copied whole is rolled in shared memory.
+    """
+    pairs = P.rows // 2
+    if at.tid < 3 * pairs * P.token_groups:
+        group = at.tid // (3 * pairs)
+        part, pair = at.tid // pairs % 3, at.tid % pairs
+        # (channel of the pair, pair, part, entry)
+        x = cute.make_tensor(
+            M.x.iterator,
+            cute.make_layout((2, pairs, 3, P.history + P.tokens), stride=(1, 2, P.rows, 3 * P.rows)),
+        )
+        taps = cute.make_tensor(
+            M.taps.iterator,
+            cute.make_layout((2, pairs, CONV_WIDTH, 3), stride=(1, 2, P.rows, CONV_WIDTH * P.rows)),
+        )
+        biases = cute.make_tensor(M.bias.iterator, cute.make_layout((2, pairs, 3), stride=(1, 2, P.rows)))
+        weight = cute.make_rmem_tensor((2, CONV_WIDTH), P.conv_dtype)
+        bias = cute.make_rmem_tensor(2, P.conv_dtype)
+        cute.autovec_copy(biases[None, pair, part], bias)
+        for tap in range_constexpr(CONV_WIDTH):
+            cute.autovec_copy(taps[None, pair, tap, part], weight[None, tap])
+
+        past = cute.make_rmem_tensor((2, _HISTORY), BFloat16)
+        first = group * P.group_tokens  # token
+        if group == 0:
+            if const_expr(P.layout == "rows"):
+                take_history(past, M, window, pair, part, P)
+            else:
+                for e in range_constexpr(_HISTORY):
+                    cute.autovec_copy(x[None, pair, part, e], past[None, e])
+        if const_expr(P.token_groups > 1):
+            if group > 0:
+                for e in range_constexpr(_HISTORY):
+                    entry = P.history + P.group_tokens - _HISTORY + e
+                    cute.autovec_copy(x[None, pair, part, entry], past[None, e])
+
+        seen = cute.make_rmem_tensor((2, CONV_WIDTH), Float32)
+        for e in range_constexpr(_HISTORY):
+            for i in range_constexpr(2):
+                seen[i, e + 1] = past[i, e].to(Float32)
+        # Unrolled further, eight tokens take more registers than the state leaves.
+        for j in cutlass.range(P.group_tokens, unroll=2):
+            t = first + j
+            if const_expr(P.group_tokens * P.token_groups == P.tokens):
+                _convolve_token(t, x, seen, weight, bias, M, record, pair, part, at, P)
+            else:
+                if t < P.tokens:
+                    _convolve_token(t, x, seen, weight, bias, M, record, pair, part, at, P)
+        if const_expr(P.layout == "rows"):
+            if group == 0:
+                roll_window(past, x, M, window, pair, part, P)
+
+
+@cute.jit
+def take_history(
+    past: cute.Tensor, M: cutlass.Constexpr, window: Window, pair: Int32, part: Int32, P: cutlass.Constexpr
+) -> None:
+    """Entries start .. start+2 of two channels of a window that is copied whole."""
+    entries = window.channel_stride
+    place = (part * P.rows + 2 * pair) * entries + window.start
+    for i in range_constexpr(2):
+        for e in range_constexpr(_HISTORY):
+            past[i, e] = M.window[place + i * entries + e]
+
+
+@cute.jit
+def roll_window(
+    past: cute.Tensor,
+    x: cute.Tensor,
+    M: cutlass.Constexpr,
+    window: Window,
+    pair: Int32,
+    part: Int32,
+    P: cutlass.Constexpr,
+) -> None:
+    """The last two entries of the history, then the inputs, as the first entries of two channels."""
+    entries = window.channel_stride
+    place = (part * P.rows + 2 * pair) * entries
+    for i in range_constexpr(2):
+        M.window[place + i * entries] = past[i, 1]
+        M.window[place + i * entries + 1] = past[i, 2]
+        for t in range_constexpr(P.tokens):
+            M.window[place + i * entries + 2 + t] = x[i, pair, part, t]
+
+
+@cute.jit
+def _convolve_token(
+    t: Int32,
+    x: cute.Tensor,
+    seen: cute.Tensor,
+    weight: cute.Tensor,
+    bias: cute.Tensor,
+    M: cutlass.Constexpr,
+    record: Record,
+    pair: Int32,
+    part: Int32,
+    at: Place,
+    P: cutlass.Constexpr,
+) -> None:
+    """One token of two channels; `seen` holds their last three inputs behind its first place, and moves on."""
+    new = cute.make_rmem_tensor(2, BFloat16)
+    cute.autovec_copy(x[None, pair, part, P.history + t], new)
+    rounded = cute.make_rmem_tensor(2, BFloat16)
+    values = cute.make_rmem_tensor(2, Float32)
+    for i in range_constexpr(2):
+        for e in range_constexpr(_HISTORY):
+            seen[i, e] = seen[i, e + 1]
+        seen[i, _HISTORY] = new[i].to(Float32)
+        y = bias[i].to(Float32)
+        for tap in range_constexpr(CONV_WIDTH):
+            y += weight[i, tap].to(Float32) * seen[i, tap]
+        rounded[i] = (y * blocks.sigmoid(y)).to(BFloat16)
+        values[i] = rounded[i].to(Float32)
+    place = (3 * t + part) * HEAD_DIM + at.rank * P.rows + 2 * pair
+    if part == 2:
+        place = 3 * P.tokens * HEAD_DIM + t * P.rows + 2 * pair
+    if const_expr(P.split == 1):
+        halves = cute.make_layout((2, P.tokens * 2 * HEAD_DIM), stride=(1, 2))
+        cute.autovec_copy(values, cute.make_tensor(M.vectors.iterator, halves)[None, place // 2])
+    else:
+        address, barrier = M.vectors.iterator.toint() + place * 4, M.barriers.toint()
+        if part == 2:
+            mine = blocks.peer(barrier, at.rank)
+            blocks.send_pair(blocks.peer(address, at.rank), mine, values[0], values[1])
+        else:
+            for cta in range_constexpr(P.split):
+                theirs = blocks.peer(barrier, Int32(cta))
+                blocks.send_pair(blocks.peer(address, Int32(cta)), theirs, values[0], values[1])
+    if const_expr(P.kind == "record"):
+        if part == 1 and record.row >= 0:
+            key = record.key_gates + Int64(t * (2 * HEAD_DIM) + at.rank * P.rows + 2 * pair) * 2
+            target = cute.make_ptr(BFloat16, key, GMEM, assumed_align=4)
+            cute.autovec_copy(rounded, cute.make_tensor(target, cute.make_layout(2)))
+
+
+@cute.jit
+def store_window(M: cutlass.Constexpr, window: Window, at: Place, P: cutlass.Constexpr) -> None:
+    """The two inputs before this step's, then these, as the first tokens+2 entries."""
+    part_units = P.rows // _UNIT
+    if const_expr(P.layout == "rows"):
+        units = part_units * window.channel_stride
+        most = 3 * part_units * P.window
+        for i in range_constexpr(ceil_div(most, P.threads)):
+            unit = at.tid + i * P.threads
+            if unit < 3 * units:
+                _store_unit(M.window.iterator, unit, most, _rows_unit(window, unit, units, at))
+    else:
+        total = (P.tokens + 2) * 3 * P.rows
+        entries = M.x.iterator + 3 * P.rows
+        if const_expr(P.layout == "taps"):
+            for i in range_constexpr(ceil_div(total // _UNIT, P.threads)):
+                unit = at.tid + i * P.threads
+                if unit < total // _UNIT:
+                    _store_unit(entries, unit, total // _UNIT, _element(window, unit * _UNIT, Int32(0), at, P))
+        else:
+            flat = cute.make_tensor(entries, cute.make_layout(total))
+            for i in range_constexpr(ceil_div(total, P.threads)):
+                index = at.tid + i * P.threads
+                if index < total:
+                    blocks.put(BFloat16, _element(window, index, Int32(0), at, P), flat[index])
+
+
+@cute.jit
+def _store_unit(source: cute.Pointer, unit: Int32, units: cutlass.Constexpr, address: Int64) -> None:
+    """One of `units` 16-byte units of shared memory to global memory."""
+    values = cute.make_rmem_tensor(_UNIT, BFloat16)
+    layout = cute.make_layout((_UNIT, units), stride=(1, _UNIT))
+    cute.autovec_copy(cute.make_tensor(source, layout)[None, unit], values)
+    target = cute.make_ptr(BFloat16, address, GMEM, assumed_align=16)
+    cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(_UNIT)))
+
+
+@cute.jit
+def product(
+    S: cute.Tensor, M: cutlass.Constexpr, part: cutlass.Constexpr, t: Int32, at: Place, P: cutlass.Constexpr
+) -> Float32:
+    """S (d k) or S (d q), k or q being part 1 or 0 of token t: the sum of this lane's row."""
+    vectors = cute.make_tensor(M.vectors.iterator, P.vector_layout)
+    column = at.lane % P.lanes
+    sums = cute.make_rmem_tensor(P.thread_rows, Float32)
+    sums.fill(Float32(0))
+    for c in range_constexpr(P.chunks):
+        x = cute.make_rmem_tensor(P.vector, Float32)
+        d = cute.make_rmem_tensor(P.vector, Float32)
+        cute.autovec_copy(vectors[None, column, c, 3 * t + part], x)
+        cute.autovec_copy(vectors[None, column, c, 3 * t + 2], d)
+        for i in range_constexpr(P.vector):
+            x[i] = x[i] * d[i]
+        for j in range_constexpr(P.thread_rows):
+            for i in range_constexpr(P.vector):
+                sums[j] += S[i, c, j] * x[i]
+    return blocks.row_sums(sums, P.thread_rows, P.lanes, at.lane)
+
+
+@cute.jit
+def update(
+    S: cute.Tensor, M: cutlass.Constexpr, correction: Float32, t: Int32, at: Place, P: cutlass.Constexpr
+) -> None:
+    """S = S d + (u rk) k, each row's u rk from the lanes that hold it."""
+    # The vectors are read again: to keep them from `product` on takes too many registers.
+    vectors = cute.make_tensor(M.vectors.iterator, P.vector_layout)
+    again = 3 * blocks.pinned(t)
+    column = at.lane % P.lanes
+    k = cute.make_rmem_tensor((P.vector, P.chunks), Float32)
+    d = cute.make_rmem_tensor((P.vector, P.chunks), Float32)
+    for c in range_constexpr(P.chunks):
+        cute.autovec_copy(vectors[None, column, c, again + 1], k[None, c])
+        cute.autovec_copy(vectors[None, column, c, again + 2], d[None, c])
+    for j in range_constexpr(P.thread_rows):
+        # Within groups of `lanes` lanes, so that the source is a constant.
+        u = arch.shuffle_sync(correction, j * P.copies, mask_and_clamp=(32 - P.lanes) << 8 | 31)
+        for c in range_constexpr(P.chunks):
+            for i in range_constexpr(P.vector):
+                S[i, c, j] = S[i, c, j] * d[i, c] + u * k[i, c]
+
+
+@cute.jit
+def decode(
+    S: cute.Tensor, M: cutlass.Constexpr, scale: Float32, page: Int64, own: Int32, at: Place, P: cutlass.Constexpr
+) -> Float32:
+    """One token; the state goes back to its page. Returns o of row `own`, rounded to BF16.
+
+    The sum of squares is on its way to every CTA before the state is updated.
+    """
+    w = product(S, M, 1, Int32(0), at, P)
+    y = product(S, M, 0, Int32(0), at, P)
+    vectors = cute.make_tensor(M.vectors.iterator, P.vector_layout)
+    q = cute.make_rmem_tensor((P.vector, P.chunks), Float32)
+    k = cute.make_rmem_tensor((P.vector, P.chunks), Float32)
+    for c in range_constexpr(P.chunks):
+        cute.autovec_copy(vectors[None, at.lane % P.lanes, c, 0], q[None, c])
+        cute.autovec_copy(vectors[None, at.lane % P.lanes, c, 1], k[None, c])
+    rk, rq, kq = normalizers(q, k, scale, P.lanes)
+    beta = blocks.sigmoid(M.beta[at.head % 2, 0].to(Float32))
+    u = beta * (M.vectors[3 * HEAD_DIM + own] - w * rk)
+    o = (y * rq + u * kq).to(BFloat16).to(Float32)
+
+    square = blocks.lane_sum(o * o, P.copies, 32)
+    if const_expr(P.split == 1):
+        if at.lane == 0:
+            M.sums[at.warp, 0] = square
+    else:
+        if at.lane < P.split:
+            address = M.sums.iterator.toint() + (at.rank * P.warps + at.warp) * 4
+            blocks.send(blocks.peer(address, at.lane), blocks.peer((M.barriers + 1).toint(), at.lane), square)
+    update(S, M, u * rk, Int32(0), at, P)
+    store_state(S, page, P)
+    return o
+
+
+@cute.jit
+def normalizers(
+    q: cute.Tensor, k: cute.Tensor, scale: Float32, lanes: cutlass.Constexpr
+) -> tuple[Float32, Float32, Float32]:
+    """rk, rq and (k.q) rk rq of a token whose q and k are spread over `lanes` lanes."""
+    kk, qq, kq = Float32(0), Float32(0), Float32(0)
+    for i in range_constexpr(cute.size(q)):
+        kk += k[i] * k[i]
+        qq += q[i] * q[i]
+        kq += k[i] * q[i]
+    rk = blocks.rsqrt(blocks.lane_sum(kk, 1, lanes) + Float32(_KEY_EPS))
+    rq = scale * blocks.rsqrt(blocks.lane_sum(qq, 1, lanes) + Float32(_KEY_EPS))
+    return rk, rq, blocks.lane_sum(kq, 1, lanes) * rk * rq
+
+
+@cute.jit
+def normalize_decode(
+    o: Float32, M: cutlass.Constexpr, eps: Float32, results: Int64, own: Int32, at: Place, P: cutlass.Constexpr
+) -> None:
+    gated = M.norm_weight[own] * blocks.sigmoid(M.out_gate[own, 0].to(Float32))
+    if const_expr(P.split > 1):
+        arch.mbarrier_wait(M.barriers + 1, 0)
+    else:
+        arch.sync_threads()
+    quads = cute.make_tensor(M.sums.iterator, cute.make_layout((4, P.norm_slots // 4), stride=(1, 4)))
+    total = Float32(0)
+    for i in range_constexpr(P.norm_slots // 4):
+        part = cute.make_rmem_tensor(4, Float32)
+        cute.autovec_copy(quads[None, i], part)
+        total += (part[0] + part[1]) + (part[2] + part[3])
+    rms = blocks.rsqrt(total * Float32(1 / HEAD_DIM) + eps)
+    if at.lane % P.copies == 0:
+        blocks.put(BFloat16, results + Int64(own) * 2, (o * rms * gated).to(BFloat16))
+
+
+@cute.jit
+def factors(M: cutlass.Constexpr, scale: Float32, at: Place, P: cutlass.Constexpr) -> None:
+    """Per token rk, rq, (k.q) rk rq and beta; a warp per token."""
+    quads = cute.make_tensor(M.vectors.iterator, cute.make_layout((4, 32, 3 * P.tokens), stride=(1, 4, HEAD_DIM)))
+    for i in range_constexpr(ceil_div(P.tokens, P.warps)):
+        t = at.warp + i * P.warps
+        if t < P.tokens:
+            q = cute.make_rmem_tensor(4, Float32)
+            k = cute.make_rmem_tensor(4, Float32)
+            cute.autovec_copy(quads[None, at.lane, 3 * t], q)
+            cute.autovec_copy(quads[None, at.lane, 3 * t + 1], k)
+            rk, rq, kq = normalizers(q, k, scale, 32)
+            if at.lane == 0:
+                M.factors[0, t] = rk
+                M.factors[1, t] = rq
+                M.factors[2, t] = kq
+                M.factors[3, t] = blocks.sigmoid(M.beta[at.head % 2, t].to(Float32))
+
+
+@cute.jit
+def recurrence(
+    S: cute.Tensor,
+    M: cutlass.Constexpr,
+    slots: Int32,
+    pages: Int64,
+    page_bytes: Int64,
+    own: Int32,
+    at: Place,
+    P: cutlass.Constexpr,
+) -> None:
+    """All tokens in turn. spec: the state after each goes to its slot, held by lane t; record: u replaces v."""
+    values = cute.make_tensor(M.vectors.iterator + 3 * P.tokens * HEAD_DIM, cute.make_layout((P.rows, P.tokens)))
+    for t in cutlass.range(P.tokens, unroll=1):
+        factor = cute.make_rmem_tensor(4, Float32)
+        cute.autovec_copy(M.factors[None, t], factor)
+        v = values[own, t]
+        w = product(S, M, 1, t, at, P)
+        y = product(S, M, 0, blocks.pinned(t), at, P)
+        u = factor[3] * (v - w * factor[0])
+        if const_expr(P.kind == "record"):
+            # The state after the last token is not kept.
+            if t + 1 < P.tokens:
+                update(S, M, u * factor[0], t, at, P)
+        else:
+            update(S, M, u * factor[0], t, at, P)
+        o = y * factor[1] + u * factor[2]
+        if at.lane % P.copies == 0:
+            M.o[own, t] = o.to(BFloat16)
+            if const_expr(P.kind == "record"):
+                values[own, t] = u
+        if const_expr(P.kind == "spec"):
+            slot = arch.shuffle_sync(slots, t)
+            if slot > 0:
+                store_state(S, pages + Int64(slot) * page_bytes, P)
+
+
+@cute.jit
+def normalize(
+    M: cutlass.Constexpr, eps: Float32, results: Int64, record: Record, at: Place, P: cutlass.Constexpr
+) -> None:
+    """All tokens' outputs, four channels per thread; a token's channels of this CTA lie on neighbouring lanes.
+
+    record: the corrections, too.
+    """
+    lanes = P.rows // 4
+    total_quads = P.tokens * lanes
+    count = ceil_div(total_quads, P.threads)
+    layout = cute.make_layout((4, lanes, P.tokens), stride=(1, 4, P.rows))
+    o = cute.make_rmem_tensor((4, count), BFloat16)
+    squares = cute.make_rmem_tensor(count, Float32)
+    for i in range_constexpr(count):
+        # Lanes past the end repeat the last quad: the sums need whole warps.
+        index = min(at.tid + i * P.threads, total_quads - 1)
+        t, quad = index // lanes, index % lanes
+        cute.autovec_copy(cute.make_tensor(M.o.iterator, layout)[None, quad, t], o[None, i])
+        square = Float32(0)
+        for e in range_constexpr(4):
+            square += o[e, i].to(Float32) * o[e, i].to(Float32)
+        squares[i] = blocks.lane_sum(square, 1, lanes)
+        if const_expr(P.split > 1):
+            if at.tid + i * P.threads < total_quads:
+                address, barrier = M.sums.iterator.toint() + (t * P.split + at.rank) * 4, (M.barriers + 1).toint()
+                for j in range_constexpr(ceil_div(P.split, lanes)):
+                    cta = quad + j * lanes
+                    if cta < P.split:
+                        blocks.send(blocks.peer(address, cta), blocks.peer(barrier, cta), squares[i])
+    if const_expr(P.kind == "record"):
+        if record.row >= 0:
+            store_corrections(M, record, at, P)
+    if const_expr(P.split > 1):
+        arch.mbarrier_wait(M.barriers + 1, 0)
+    for i in range_constexpr(count):
+        index = at.tid + i * P.threads
+        if index < total_quads:
+            t, quad = index // lanes, index % lanes
+            total = squares[i]
+            if const_expr(P.split > 1):
+                total = Float32(0)
+                for cta in range_constexpr(P.split):
+                    total += M.sums[cta, t]
+            rms = blocks.rsqrt(total * Float32(1 / HEAD_DIM) + eps)
+            weights = cute.make_rmem_tensor(4, Float32)
+            gates = cute.make_rmem_tensor(4, BFloat16)
+            quads = cute.make_layout((4, lanes), stride=(1, 4))
+            cute.autovec_copy(cute.make_tensor(M.norm_weight.iterator, quads)[None, quad], weights)
+            cute.autovec_copy(cute.make_tensor(M.out_gate.iterator, layout)[None, quad, t], gates)
+            y = cute.make_rmem_tensor(4, BFloat16)
+            for e in range_constexpr(4):
+                gated = weights[e] * blocks.sigmoid(gates[e].to(Float32))
+                y[e] = (o[e, i].to(Float32) * rms * gated).to(BFloat16)
+            _store_quad(y, results + (Int64(t) * at.D + 4 * quad) * 2)
+
+
+@cute.jit
+def store_corrections(M: cutlass.Constexpr, record: Record, at: Place, P: cutlass.Constexpr) -> None:
+    """This CTA's rows of all tokens, from where v was, four per thread."""
+    lanes = P.rows // 4
+    quads = cute.make_tensor(
+        M.vectors.iterator + 3 * P.tokens * HEAD_DIM, cute.make_layout((4, P.tokens * lanes), stride=(1, 4))
+    )
+    for i in range_constexpr(ceil_div(P.tokens * lanes, P.threads)):
+        index = at.tid + i * P.threads
+        if index < P.tokens * lanes:
+            u = cute.make_rmem_tensor(4, Float32)
+            cute.autovec_copy(quads[None, index], u)
+            element = index // lanes * HEAD_DIM + at.rank * P.rows + 4 * (index % lanes)
+            target = cute.make_ptr(Float32, record.corrections + Int64(element) * 4, GMEM, assumed_align=16)
+            cute.autovec_copy(u, cute.make_tensor(target, cute.make_layout(4)))
+
+
+@cute.jit
+def store_zeros(results: Int64, at: Place, P: cutlass.Constexpr) -> None:
+    """Zeros in this CTA's channels of all tokens."""
+    lanes = P.rows // 4
+    zeros = cute.make_rmem_tensor(4, BFloat16)
+    zeros.fill(BFloat16(0))
+    for i in range_constexpr(ceil_div(P.tokens * lanes, P.threads)):
+        index = at.tid + i * P.threads
+        if index < P.tokens * lanes:
+            _store_quad(zeros, results + (Int64(index // lanes) * at.D + 4 * (index % lanes)) * 2)
+
+
+@cute.jit
+def _store_quad(values: cute.Tensor, address: Int64) -> None:
+    target = cute.make_ptr(BFloat16, address, GMEM, assumed_align=8)
+    cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(4)))

@@ -1,0 +1,49 @@
+"""The kernel variants by name. A variant is one module with the same names in the same order:
+
+Spec                                    frozen dataclass of compile-time choices (and `pdl`, a launch option)
+unsupported(problem, spec, gpu)         why this pair can't run, or None; pure, no CUDA
+compile(problem, spec, gpu)             from shapes alone, works with no GPU
+launch(compiled, operands, stream)      enqueues once; allocates nothing, never synchronizes
+
+and KERNELS, the names of the GPU kernels that a launch enqueues (or their beginnings), by which a measurement
+proves what it timed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+_MODULES = {"KdaSplit": "split", "KdaCommit": "commit", "stock": "stock"}
+
+NAMES = tuple(_MODULES)
+
+
+def load(name: str) -> ModuleType:
+    """The module of a variant. Raises KeyError naming the known ones."""
+    if name not in _MODULES:
+        raise KeyError(f"unknown variant {name!r}; known: {', '.join(NAMES)}")
+    return import_module(f"kda_kernels.{_MODULES[name]}")
+
+
+def make_spec(name: str, choices: dict[str, Any]) -> Any:
+    """A variant's Spec from plain values; omitted fields keep their defaults. Raises ValueError for unknown fields."""
+    spec_type = load(name).Spec
+    known = [f.name for f in fields(spec_type)]
+    for key in choices:
+        if key not in known:
+            raise ValueError(f"{name} has no option {key!r}; it has: {', '.join(known)}")
+    return spec_type(**choices)
+
+
+def spec_dict(spec: Any) -> dict[str, Any]:
+    return asdict(spec)
+
+
+def digest(name: str) -> str:
+    """sha256 over the sources that decide what a variant computes and how fast."""
+    from kda_kernels.cubin import source_digest
+
+    return source_digest(load(name).SOURCES)

@@ -1,0 +1,311 @@
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import synthetic
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from synthetic import STOCK, failed, record, split
+
+from kdabench import emit, fit, policy, regret
+from kdabench.policy import Policy
+from kdabench.records import Candidate, Cell, Record
+from kdabench.regret import NOWHERE, Evidence, FitError
+
+SPLITS = (split(1), split(2), split(4))
+Times = dict[tuple[Cell, Candidate], float]
+
+
+def run(records: Sequence[Record], **options: Any) -> tuple[Policy, Evidence]:
+    return fit.fit(records, synthetic.ENVS, **{"resamples": 0} | options)
+
+
+def records_of(times: Times) -> list[Record]:
+    return [record(cell, candidate, [us]) for (cell, candidate), us in times.items()]
+
+
+def random_times(seed: int, failures: float = 0.0) -> Times:
+    """A small grid of both families; a candidate lacks a time here and there."""
+    rng = random.Random(seed)
+    kinds = [("decode", 1), ("record", 2), ("record", 4), ("spec", 4)]
+    cells = [
+        Cell(kind, requests, heads, tokens)  # type: ignore[arg-type]
+        for (kind, tokens), heads, requests in itertools.product(kinds, (12, 24), (1, 3, 8))
+    ]
+    return {
+        (cell, c): math.exp(rng.gauss(1, 0.3)) for cell in cells for c in (STOCK, *SPLITS) if rng.random() >= failures
+    }
+
+
+def cost_of(times: Times, cell: Cell, wanted: Candidate) -> float:
+    """log(time / best) of what a policy comes to in a cell, 10^4 where it has no time though it could have one."""
+    best = min(us for (c, _), us in times.items() if c == cell)
+    if (cell, wanted) not in times and not any((cell, schedule) in times for schedule in SPLITS):
+        wanted = STOCK
+    us = times.get((cell, wanted))
+    return 1e4 if us is None else math.log(us / best)
+
+
+def brute_force(times: Times, kinds: Sequence[str]) -> float:
+    """The least cost over all pairs of stock cuts and all schedules of each (heads, requests), by plain loops."""
+    cells = sorted({cell for cell, _ in times if cell.kind in kinds}, key=str)
+    points = sorted({cell.items for cell in cells} | {10**9})
+    least = math.inf
+    for cuts in itertools.product(points, repeat=len(kinds)):
+        total = 0.0
+        for group in {(c.heads, c.requests) for c in cells}:
+            mine = [c for c in cells if (c.heads, c.requests) == group]
+            total += min(
+                sum(
+                    # A step whose variant has no time goes to the other one.
+                    cost_of(
+                        times, c, STOCK if c.items >= cuts[kinds.index(c.kind)] and (c, STOCK) in times else schedule
+                    )
+                    for c in mine
+                )
+                for schedule in SPLITS
+            )
+        least = min(least, total)
+    return least
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("failures", [0.0, 0.15])
+def test_the_search_is_exact(seed: int, failures: float) -> None:
+    times = random_times(seed, failures)
+    grid = regret.make_grid(records_of(times))
+    stock = fit._best_single(grid, "stock")
+    for kinds in fit.FAMILIES.values():
+        solved = fit.Family(grid, kinds, stock).solve()
+        assert solved.cost == pytest.approx(brute_force(times, kinds), abs=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("failures", [0.0, 0.15])
+def test_the_policy_costs_what_the_search_says(seed: int, failures: float) -> None:
+    """Evaluated through the emitted module, within the tie band that schedules are settled in."""
+    times = random_times(seed, failures)
+    found, evidence = run(records_of(times))
+    ranked = emit.load(emit.emit(found)).ranked
+    grid = regret.make_grid(records_of(times))
+    costs = np.nan_to_num(regret.log_regret(grid, regret.picks(grid, ranked)), nan=1e4)
+    for kinds in fit.FAMILIES.values():
+        mine = [cost for cell, cost in zip(grid.cells, costs, strict=True) if cell.kind in kinds]
+        least = brute_force(times, kinds)
+        assert sum(mine) <= least + len(mine) * math.log1p(regret.TIE) + 1e-6
+        assert failures or sum(mine) >= least - 1e-6
+    covered = costs[costs < 1e4]
+    assert len(grid.cells) - len(covered) == len(evidence.uncovered)
+    assert evidence.table_gain == pytest.approx(math.expm1(float(np.mean(covered))))
+    for (cell, candidate), us in times.items():
+        row, column = grid.cells.index(cell), grid.candidates.index(candidate)
+        assert grid.log_us[row, column] == pytest.approx(math.log(us))
+
+
+def line(pairs: Mapping[int, tuple[float, float]], heads: int = 10) -> list[Record]:
+    """Decode cells: requests -> (stock, KdaSplit) microseconds."""
+    times: Times = {}
+    for requests, (stock, split_us) in pairs.items():
+        times[Cell("decode", requests, heads), STOCK] = stock
+        times[Cell("decode", requests, heads), split(1)] = split_us
+    return records_of(times)
+
+
+def test_the_cut_is_where_the_ratio_crosses() -> None:
+    found, _ = run(line({1: (2, 1), 4: (2, 1), 16: (1, 2), 64: (1, 2)}))
+    assert found.stock_items == {"decode": 80, "spec": None, "record": None}  # sqrt(40 * 160)
+    found, _ = run(line({4: (2, 1), 16: (1, math.sqrt(2))}))
+    assert found.stock_items["decode"] == math.ceil(40 * 4 ** (2 / 3))
+
+
+@given(st.integers(1, 10**6), st.integers(1, 10**6), st.floats(-3, 3), st.floats(-3, 3))
+def test_a_cut_stays_inside_its_bracket(low: int, width: int, a: float, b: float) -> None:
+    assert low < fit.place_cut(low, low + width, a, b) <= low + width
+
+
+def test_never_and_always() -> None:
+    assert run(line({1: (2, 1), 4: (2, 1)}))[0].stock_items["decode"] is None
+    assert run(line({1: (1, 2), 4: (1, 2)}))[0].stock_items["decode"] == 1
+
+
+def test_magnitudes_decide_not_signs() -> None:
+    """Stock wins five cells by 0.5 % and loses one by 30 %."""
+    small = dict.fromkeys((1, 2, 4, 8, 16), (1.0, 1.005))
+    assert run(line(small | {32: (1.3, 1.0)}))[0].stock_items["decode"] is None
+    assert run(line({1: (1.3, 1.0)} | {r * 2: us for r, us in small.items()}))[0].stock_items["decode"] is not None
+
+
+def test_weights_decide() -> None:
+    rows = line({1: (1.3, 1.0), 4: (1.0, 1.2), 16: (1.2, 1.0)})
+    assert run(rows)[0].stock_items["decode"] is None
+    assert run(rows, weights={5: 100, 1: 1})[0].stock_items["decode"] is not None
+    with pytest.raises(FitError, match="weights: 0: 1"):
+        run(rows, weights={0: 1})
+
+
+def test_one_window_schedule_serves_all_token_counts() -> None:
+    cells = [Cell("record", 1, 12, tokens) for tokens in (2, 4, 8)]
+    us = {split(1): (1.0, 1.0, 2.0), split(2): (1.1, 1.1, 1.0), split(4): (1.5, 0.9, 1.9)}
+    times = {(cell, c): row[i] for c, row in us.items() for i, cell in enumerate(cells)}
+    found, evidence = run(records_of(times))
+    assert found.spec_schedule == {12: {1: policy.with_pdl(split(2).spec)}}
+    best = math.prod((1.0, 0.9, 1.0))
+    assert evidence.token_tables_gain == pytest.approx((1.1 * 1.1 / best) ** (1 / 3) - 1)
+
+
+def test_settle_prefers_few_changes_then_few_schedules() -> None:
+    groups = [(12, 1), (12, 2), (12, 4), (24, 1), (24, 2)]
+    assert fit.settle(groups, [{0, 1}, {1, 2}, {1}, {2, 3}, {3}]) == [1, 1, 1, 3, 3]
+    assert fit.settle(groups, [{0}, {0, 1}, {1}, {0, 1, 5}, {1, 5}]) == [0, 1, 1, 1, 1]
+    assert fit.settle(groups, [{2, 1}, set(), {1, 2}, set(), set()]) == [1, NOWHERE, 1, NOWHERE, NOWHERE]
+
+
+@settings(max_examples=50)
+@given(st.lists(st.sets(st.integers(0, 4), min_size=1), min_size=1, max_size=6))
+def test_settle_changes_as_little_as_can_be(tied: list[set[int]]) -> None:
+    def changes(path: Sequence[int]) -> int:
+        return sum(a != b for a, b in itertools.pairwise(path))
+
+    found = fit.settle([(12, i + 1) for i in range(len(tied))], tied)
+    assert all(s in choices for s, choices in zip(found, tied, strict=True))
+    assert changes(found) == min(changes(path) for path in itertools.product(*tied))
+
+
+def test_ties_of_schedules_are_steady_under_noise() -> None:
+    """Two schedules within the tie band, noise far below it: the same tables whichever happens to lead."""
+    tables = []
+    for seed in range(5):
+        rng = random.Random(seed)
+        times: Times = {}
+        for requests in (1, 2, 4, 8):
+            for candidate in SPLITS[:2]:
+                times[Cell("decode", requests, 12), candidate] = 5 * rng.uniform(0.999, 1.001)
+        tables.append(run(records_of(times))[0].schedule)
+    assert all(table == tables[0] for table in tables)
+    assert len({str(schedule) for row in tables[0].values() for schedule in row.values()}) == 1
+
+
+def refused() -> Iterator[tuple[str, list[Record]]]:
+    cell = Cell("decode", 1, 12)
+    for message, other in {
+        "context: isolated, layer": replace(cell, context="isolated"),
+        "l2: cold, warm": replace(cell, l2="warm"),
+        "state_dtype: bf16, fp32": replace(cell, state_dtype="bf16"),
+        "conv_layout: dim-first, window-major": replace(cell, conv_layout="window-major"),
+    }.items():
+        yield message, [record(c, STOCK, [5.0]) for c in (cell, other)]
+    yield "context: isolated", [record(replace(cell, context="isolated"), STOCK, [5.0])]
+    yield "nothing to fit", []
+    yield "nothing to fit", [record(Cell("commit", 1, 12, 4, context="isolated"), STOCK, [5.0])]
+    yield "env: the records' environments are unknown", [record(cell, STOCK, [5.0], env="sha256:other")]
+    yield "kernel_digest of stock", [record(cell, STOCK, [5.0], i, kernel_digest=f"sha256:{i}") for i in range(2)]
+
+
+@pytest.mark.parametrize(("message", "rows"), list(refused()))
+def test_what_cannot_be_fitted_is_refused(message: str, rows: list[Record]) -> None:
+    with pytest.raises(FitError, match=message):
+        run(rows)
+
+
+def test_failures_never_win_and_are_counted() -> None:
+    cells = [Cell("decode", r, 12) for r in (1, 2, 4)]
+    rows = [failed(cells[0], c, status) for c, status in ((STOCK, "oom"), (split(1), "wrong"))]
+    # Fastest by far in one process, but a failure in another: no time in this cell.
+    rows += [record(cells[1], split(2), [0.1]), failed(cells[1], split(2), "fault", 1)]
+    rows += [record(cells[1], c, [us]) for c, us in ((STOCK, 9.0), (split(1), 5.0))]
+    rows += [record(cells[2], STOCK, [9.0]), *(failed(cells[2], c) for c in (split(1), split(2)))]
+    found, evidence = run(rows)
+    assert found.schedule == {12: {2: policy.with_pdl(split(1).spec)}}
+    assert evidence.without_winner == (cells[0],)
+    assert (evidence.cells, evidence.uncovered) == (3, ())
+    assert evidence.statuses == {"fault": 3, "ok": 4, "oom": 1, "wrong": 1}
+    assert evidence.regret["decode"].cells == 2
+    assert evidence.regret["decode"].max == 0
+    assert found.measured["decode"][12][1] == {2: pytest.approx(1.8), 4: None}
+
+
+def test_nothing_ok_at_all() -> None:
+    found, evidence = run([failed(Cell("decode", 1, 12), c) for c in (STOCK, split(1))])
+    assert (found.schedule, found.stock_items["decode"], evidence.regret) == ({}, None, {})
+    assert emit.load(emit.emit(found, evidence)).choose(12, 1, 1, "decode").variant == "stock"
+
+
+def test_a_single_variant_is_enough() -> None:
+    cell = Cell("spec", 1, 12, 4)
+    alone, _ = run([record(cell, split(1), [5.0])])
+    assert emit.load(emit.emit(alone)).choose(12, 1, 4, "spec").variant == "KdaSplit"
+    only_stock, _ = run([record(cell, STOCK, [5.0])])
+    assert emit.load(emit.emit(only_stock)).choose(12, 1, 4, "spec").variant == "stock"
+    assert only_stock.stock_items["spec"] == 1
+
+
+def test_medians_of_processes_not_of_samples() -> None:
+    cell = Cell("decode", 1, 12)
+    rows = [record(cell, STOCK, samples, i) for i, samples in enumerate([[1.0] * 9, [4.0, 2.0, 3.0], [5.0, 7.0]])]
+    assert math.exp(regret.make_grid(rows).log_us[0, 0]) == pytest.approx(3.0)
+
+
+def test_evidence_of_the_floor_model() -> None:
+    default = {"split": 1, "staging": "registers", "pdl": False, "threads": 256}
+    found, evidence = run(list(synthetic.records()), default_schedule=default)
+    assert found.stock_items["decode"] is None
+    assert found.stock_items["record"] is not None
+    assert set(evidence.regret) == {"all", "decode", "record", "spec"}
+    assert set(evidence.baselines) == {"only stock", "only KdaSplit", "default schedule"}
+    assert evidence.best_single_variant == "only KdaSplit"
+    assert evidence.regret["all"].geomean < 0.005
+    assert evidence.regret["all"].p99 <= evidence.regret["all"].max < 0.05
+    assert all(way["all"].geomean > evidence.regret["all"].geomean for way in evidence.baselines.values())
+    assert evidence.to_json()["regret"]["all"]["cells"] == evidence.cells == 50
+
+
+def test_intervals_of_thresholds() -> None:
+    rows = list(synthetic.records(noise=0.01))
+    found, evidence = run(rows, resamples=60)
+    for kind in ("record", "spec"):
+        cut, interval = found.stock_items[kind], evidence.intervals[kind]
+        assert cut is not None
+        assert interval is not None
+        assert interval[0] is not None
+        assert interval[1] is not None
+        assert interval[0] <= interval[1]
+        assert interval[0] * 0.7 <= cut <= interval[1] * 1.4
+    assert evidence.intervals["decode"] == (None, None)
+    assert run(rows, resamples=60)[1].intervals == evidence.intervals
+    assert set(run([r for r in rows if r.process == 0], resamples=60)[1].intervals.values()) == {None}
+
+
+def test_flips_between_input_distributions() -> None:
+    cell = Cell("decode", 1, 12)
+    generic = replace(cell, inputs="generic")
+    rows = [record(cell, STOCK, [6.0]), record(cell, split(1), [5.0])]
+    rows += [record(generic, STOCK, [5.0]), record(generic, split(1), [7.0])]
+    found, evidence = run(rows)
+    assert evidence.flips == ((cell, pytest.approx(0.4)),)
+    assert found == replace(run(rows[:2])[0], origin=found.origin)
+
+
+def test_the_order_of_records_does_not_matter() -> None:
+    rows = list(synthetic.records())
+    shuffled = rows.copy()
+    random.Random(1).shuffle(shuffled)
+    assert run(rows, resamples=20) == run(shuffled, resamples=20)
+
+
+def test_keys_name_pitch_and_gate_mode() -> None:
+    modes = [Candidate.of("KdaSplit", {"split": 1, "gate_mode": m}) for m in (0, 2)]
+    cells = [Cell("decode", 1, 12), Cell("record", 1, 24, 4)]
+    times = {(cells[0], modes[0]): 2.0, (cells[0], modes[1]): 1.0, (cells[1], modes[0]): 1.0, (cells[1], modes[1]): 2.0}
+    assert run(records_of(times))[0].policies == {12: {(1, 1): (6288, 2)}, 24: {(1, 4): (12448, 0)}}
+
+
+def test_the_default_gate_mode_is_the_kernels() -> None:
+    split_module = pytest.importorskip("kda_kernels.split")
+    assert split_module.Spec().gate_mode == policy.DEFAULT_GATE_MODE

@@ -1,0 +1,69 @@
+"""The arrows between the packages, and what start-up may load."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+HEAVY = ("torch", "triton", "cutlass", "cuda", "pandas", "matplotlib", "numpy", "scipy", "jinja2", "rich", "pynvml")
+MAY_SEE_KERNELS = ("bench", "build", "doctor", "graphs", "session", "verify", "worker")
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Full names of what a file imports, at its top or inside its functions."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def loaded(statement: str) -> set[str]:
+    """Top-level modules in a fresh interpreter after a statement."""
+    code = f"{statement}\nimport sys; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    paths = [str(ROOT), str(ROOT / "kernels")]
+    code = f"import sys; sys.path[:0] = {paths!r}\n{code}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize("module", ["kdabench", "kdabench.cli"])
+def test_start_up_loads_nothing_heavy(module: str) -> None:
+    assert loaded(f"import {module}") & set(HEAVY) == set()
+
+
+def test_help_loads_nothing_heavy() -> None:
+    statement = "from kdabench.cli import _status\nimport sys, os\n"
+    statement += (
+        "out = sys.stdout; sys.stdout = open(os.devnull, 'w')\n_status(['--help']); _status(['sweep', '--help'])\n"
+    )
+    statement += "sys.stdout = out"
+    assert loaded(statement) & set(HEAVY) == set()
+
+
+def test_kernels_import_only_the_problem_from_the_suite() -> None:
+    files = [*(ROOT / "kernels").rglob("*.py")]
+    assert files
+    found = {(path.name, name) for path in files for name in imports(path) if name.startswith("kdabench")}
+    assert {(path, name) for path, name in found if not name.startswith("kdabench.problem")} == set()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "kdabench").glob("*.py")), ids=lambda path: path.stem)
+def test_only_few_modules_see_kernels(path: Path) -> None:
+    if path.stem not in MAY_SEE_KERNELS:
+        assert [name for name in imports(path) if name.startswith("kda_kernels")] == []
+
+
+def test_every_package_is_packaged() -> None:
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"])
+    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "kdabench").rglob("__init__.py")}
+    folders |= {path.parent.relative_to(ROOT / "kernels") for path in (ROOT / "kernels").rglob("__init__.py")}
+    assert {".".join(folder.parts) for folder in folders} <= listed

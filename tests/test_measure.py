@@ -1,0 +1,144 @@
+"""The measuring core on clocks whose truth is known, and on replayed records."""
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from kdabench.clock import Reading, ReplayedClock
+from kdabench.measure import Plan, log_ratio_interval, run_contest
+from kdabench.records import Candidate, Cell, Record
+
+FAST, SLOW, TWIN = (Candidate.of("KdaSplit", {"split": n}) for n in (1, 2, 4))
+
+
+class SyntheticClock:
+    """Times drawn around a truth with relative noise, shared per round like a real clock drift."""
+
+    def __init__(self, truth: dict[Candidate, float], noise: float, drift: float = 0.0, seed: int = 1) -> None:
+        self.truth, self.noise, self.drift = truth, noise, drift
+        self.random = random.Random(seed)
+        self.level = 1.0
+        self.order: list[list[Candidate]] = []
+
+    def begin_round(self, index: int) -> None:
+        self.level = 1 + self.random.gauss(0, self.drift)
+        self.order.append([])
+
+    def read(self, candidate: Candidate) -> Reading:
+        self.order[-1].append(candidate)
+        return Reading(self.truth[candidate] * self.level * (1 + self.random.gauss(0, self.noise)))
+
+
+def test_clear_winner_settles_at_the_minimum_of_rounds() -> None:
+    clock = SyntheticClock({FAST: 5.0, SLOW: 6.0}, noise=0.002)
+    contest = run_contest([FAST, SLOW], clock, Plan(min_rounds=5, max_rounds=50))
+    assert contest.best == FAST
+    assert len(contest.samples[SLOW]) == 5
+    assert contest.left[SLOW].startswith("settled")
+
+
+def test_hopeless_candidate_leaves_after_its_first_round_and_says_so() -> None:
+    clock = SyntheticClock({FAST: 5.0, SLOW: 10.1, TWIN: 5.3}, noise=0.0)
+    contest = run_contest([FAST, SLOW, TWIN], clock, Plan(min_rounds=4))
+    assert len(contest.samples[SLOW]) == 1
+    assert contest.left[SLOW].startswith("hopeless")
+    assert len(contest.samples[FAST]) == 4
+
+
+def test_a_tie_is_settled_without_exhausting_the_rounds() -> None:
+    clock = SyntheticClock({FAST: 5.0, TWIN: 5.0}, noise=0.001)
+    contest = run_contest([FAST, TWIN], clock, Plan(min_rounds=5, max_rounds=500))
+    assert len(contest.samples[FAST]) < 50
+
+
+def test_noise_hides_the_order_until_the_bound_of_rounds() -> None:
+    clock = SyntheticClock({FAST: 5.0, TWIN: 5.03}, noise=0.05)
+    contest = run_contest([FAST, TWIN], clock, Plan(min_rounds=3, max_rounds=12, seconds=60))
+    assert max(len(s) for s in contest.samples.values()) == 12
+
+
+def test_pairing_by_round_removes_drift_shared_by_a_round() -> None:
+    clock = SyntheticClock({FAST: 5.0, TWIN: 5.1}, noise=0.001, drift=0.1)
+    contest = run_contest([FAST, TWIN], clock, Plan(min_rounds=8, max_rounds=8))
+    low, high = log_ratio_interval(contest, TWIN, FAST, z=2.6)
+    assert 0.01 < low < high < 0.03
+
+
+def test_order_is_shuffled_each_round_and_reproducible() -> None:
+    def orders(seed: int) -> list[list[Candidate]]:
+        clock = SyntheticClock({FAST: 5.0, SLOW: 5.0, TWIN: 5.0}, noise=0.05)
+        run_contest([FAST, SLOW, TWIN], clock, Plan(min_rounds=9, max_rounds=9, seed=seed))
+        return clock.order
+
+    assert orders(1) == orders(1)
+    assert orders(1) != orders(2)
+    assert len({tuple(o) for o in orders(1)}) > 1
+
+
+def test_samples_keep_their_order_and_rounds_reach_the_callback() -> None:
+    seen: list[tuple[int, list[float]]] = []
+    clock = SyntheticClock({FAST: 5.0}, noise=0.1)
+    contest = run_contest(
+        [FAST], clock, Plan(min_rounds=4), on_round=lambda i, r: seen.append((i, [x.time_us for _, x in r]))
+    )
+    assert [i for i, _ in seen] == [0, 1, 2, 3]
+    assert contest.samples[FAST] == [x for _, xs in seen for x in xs]
+
+
+def test_an_interrupted_contest_goes_on_where_it_stopped() -> None:
+    history = {FAST: [(0, 5.0), (1, 5.01)], SLOW: [(0, 6.0), (1, 6.02)]}
+    clock = SyntheticClock({FAST: 5.0, SLOW: 6.0}, noise=0.001)
+    contest = run_contest([FAST, SLOW], clock, Plan(min_rounds=4), history=history, first_round=2)
+    assert contest.rounds[FAST] == [0, 1, 2, 3]
+    assert contest.samples[FAST][:2] == [5.0, 5.01]
+
+
+def test_a_true_difference_of_two_percent_is_found() -> None:
+    found = 0
+    for seed in range(40):
+        clock = SyntheticClock({FAST: 5.0, TWIN: 5.1}, noise=0.004, drift=0.01, seed=seed)
+        contest = run_contest([FAST, TWIN], clock, Plan(max_rounds=40, seconds=60, seed=seed))
+        found += contest.left.get(TWIN, "").startswith("settled")
+    assert found >= 38
+
+
+def test_equal_candidates_rarely_get_a_verdict() -> None:
+    false_alarms = 0
+    for seed in range(100):
+        clock = SyntheticClock({FAST: 5.0, TWIN: 5.0}, noise=0.004, drift=0.01, seed=seed)
+        contest = run_contest([FAST, TWIN], clock, Plan(max_rounds=25, seconds=60, seed=seed))
+        false_alarms += any(r.startswith("settled") for r in contest.left.values())
+    assert false_alarms <= 1
+
+
+def _record(candidate: Candidate, samples: Sequence[float]) -> Record:
+    n = len(samples)
+    return Record(
+        Cell("decode", 1, 12),
+        candidate,
+        "ok",
+        None,
+        0,
+        tuple(samples),
+        tuple(range(n)),
+        (None,) * n,
+        (None,) * n,
+        10**9,
+        10**6,
+        "sha256:0",
+        "sha256:0",
+    )
+
+
+def test_replay_gives_recorded_samples_back_and_ends_with_them() -> None:
+    records = [_record(FAST, [5.0, 5.1, 5.0]), _record(TWIN, [5.0, 5.0])]
+    contest = run_contest([FAST, TWIN], ReplayedClock(records), Plan(min_rounds=5))
+    assert contest.samples == {FAST: [5.0, 5.1, 5.0], TWIN: [5.0, 5.0]}
+    assert "no recorded sample of round 2" in contest.left[TWIN]
+
+
+@pytest.mark.parametrize("make", [lambda: Plan(min_rounds=0), lambda: Plan(min_rounds=9, max_rounds=3)])
+def test_impossible_plans_are_refused(make: Callable[[], Plan]) -> None:
+    with pytest.raises(ValueError, match="rounds must satisfy"):
+        make()

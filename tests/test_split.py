@@ -1,0 +1,224 @@
+"""KdaSplit without a GPU: its rules, its index maps, and what the compiler made of it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kda_kernels import split
+from kda_kernels.gpu import Gpu
+from kda_kernels.operands import StepOperands, make_step
+from kdabench.problem import HEAD_DIM, Problem
+
+GPUS = {"sm_90a": Gpu("sm_90a", 132), "sm_100a": Gpu("sm_100a", 148)}
+H200 = GPUS["sm_90a"]
+SHAPES = ((1, 256, 16), (1, 512, 32), (2, 256, 16), (2, 128, 32), (4, 128, 16), (8, 128, 16))
+"""split, threads, lanes per row: those of the schedules."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> object:
+    """Binaries are compiled here, not taken from an earlier run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KDA_KERNELS_CACHE", str(tmp_path_factory.mktemp("cubin")))
+        yield
+
+
+def problem(kind: str, tokens: int = 1, **sizes: Any) -> Problem:
+    return Problem(kind, **{"requests": 4, "heads": 6, "tokens": tokens, **sizes})  # type: ignore[arg-type]
+
+
+def spec(shape: tuple[int, int, int] = (1, 256, 16), **choices: Any) -> split.Spec:
+    return split.Spec(split=shape[0], threads=shape[1], lanes_per_row=shape[2], **choices)
+
+
+@pytest.mark.parametrize(
+    ("of", "choices", "reason"),
+    [
+        (Problem("replay", 4, 6, 4, pending=2), {}, "kind=replay"),
+        (Problem("commit", 4, 6, 4), {}, "kind=commit"),
+        (problem("decode"), {"split": 3}, "split=3 is not one of 1, 2, 4, 8"),
+        (problem("decode"), {"threads": 64}, "threads=64"),
+        (problem("decode"), {"lanes_per_row": 4}, "lanes_per_row=4"),
+        (problem("decode"), {"staging": "tensor"}, "staging='tensor'"),
+        (problem("decode"), {"gate_mode": 3}, "gate_mode=3"),
+        (problem("decode"), {"conv_weight_dtype": "fp16"}, "conv_weight_dtype='fp16'"),
+        (problem("decode"), {"evict": True}, "evict: only with staging=shared"),
+        (problem("record", 4), {"window": 5}, "window=5 must lie in 6..16"),
+        (problem("decode"), {"threads": 128}, "128 state values per thread"),
+        (problem("decode"), {"split": 8, "threads": 512}, "rows per warp"),
+        (problem("decode"), {"split": 8, "lanes_per_row": 8, "threads": 256}, "rows per warp"),
+        (problem("decode", requests=70_000), {}, "requests=70000"),
+    ],
+)
+def test_unsupported(of: Problem, choices: dict[str, Any], reason: str) -> None:
+    found = split.unsupported(of, split.Spec(**choices), H200)
+    assert found is not None
+    assert reason in found
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        split.compile(of, split.Spec(**choices), H200)
+
+
+def test_shared_memory_is_checked() -> None:
+    small = Gpu("sm_90a", 132, smem_per_block=100_000)
+    found = split.unsupported(problem("record", 8), spec(staging="shared"), small)
+    assert found is not None
+    assert "shared memory" in found
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (1, 256, 8), (4, 256, 16), (8, 256, 16)])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_threads_cover_the_state_once(shape: tuple[int, int, int], dtype: str) -> None:
+    p = split.plan(problem("decode", state_dtype=dtype), spec(shape))
+    assert split.unsupported(problem("decode"), spec(shape), H200) is None
+    seen: Counter[int] = Counter()
+    owners: Counter[int] = Counter()
+    for rank in range(p.split):
+        for tid in range(p.threads):
+            warp, lane = divmod(tid, 32)
+            first = rank * p.rows + warp * p.warp_rows + lane // p.lanes
+            for j in range(p.thread_rows):
+                for c in range(p.chunks):
+                    at = (first + p.step * j) * HEAD_DIM + c * p.lanes * p.vector + lane % p.lanes * p.vector
+                    seen.update(range(at, at + p.vector))
+            # The row whose sums `row_sums` leaves on this lane.
+            own = rank * p.rows + warp * p.warp_rows + p.step * (lane % p.lanes // p.copies) + lane // p.lanes
+            owners[own] += 1
+    assert seen == Counter(range(HEAD_DIM * HEAD_DIM))
+    assert owners == Counter(dict.fromkeys(range(HEAD_DIM), p.copies))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_lanes_that_hold_a_feature_reach_every_cta(shape: tuple[int, int, int]) -> None:
+    p = split.plan(problem("decode"), spec(shape))
+    count = p.warp_rows // 2
+    sent = Counter(
+        (warp * p.warp_rows + 2 * (column // (16 // count)) + half, column % (16 // count))
+        for warp in range(p.warps)
+        for half in range(2)
+        for column in range(16)
+        if column % (16 // count) < p.split
+    )
+    assert sent == Counter((feature, cta) for feature in range(p.rows) for cta in range(p.split))
+
+
+@pytest.mark.parametrize("tokens", range(2, 9))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_later_token_groups_stay_out_of_the_window(tokens: int, shape: tuple[int, int, int]) -> None:
+    """It is rolled in place while they run."""
+    p = split.plan(problem("record", tokens), spec(shape))
+    assert p.token_groups == 1 or p.group_tokens >= 3
+    assert p.token_groups * p.group_tokens >= tokens
+    assert 3 * p.rows // 2 * p.token_groups <= p.threads
+
+
+GRID = [
+    *((kind, tokens, shape, {}) for kind, tokens in (("decode", 1), ("record", 8), ("spec", 4)) for shape in SHAPES),
+    *(("record", 8, shape, {"gate_mode": 0}) for shape in SHAPES if shape[1] < 512),
+    ("record", 4, SHAPES[0], {"gate_mode": 1}),
+    ("decode", 1, SHAPES[4], {"gate_mode": 1}),
+    ("decode", 1, SHAPES[0], {"staging": "shared"}),
+    ("decode", 1, SHAPES[4], {"staging": "shared", "evict": True}),
+    ("record", 8, SHAPES[4], {"staging": "shared"}),
+    ("decode", 1, SHAPES[3], {"state_late": True}),
+    ("record", 8, SHAPES[0], {"state_late": True}),
+    ("decode", 1, SHAPES[0], {"stream_hints": False}),
+    ("decode", 1, SHAPES[0], {"streamable": False}),
+    ("spec", 5, SHAPES[4], {"streamable": False}),
+    ("record", 3, SHAPES[0], {"conv_weight_dtype": "bf16"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "tokens", "shape", "choices"), GRID)
+def test_compiles_for_hopper(kind: str, tokens: int, shape: tuple[int, int, int], choices: dict[str, Any]) -> None:
+    compiled = split.compile(problem(kind, tokens), spec(shape, **choices), H200)
+    check_resources(compiled)
+    assert compiled.binary.parameters == split_parameters()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("kind", "tokens"), [("decode", 1), ("record", 8), ("spec", 3)])
+def test_compiles_for_blackwell(kind: str, tokens: int, shape: tuple[int, int, int]) -> None:
+    compiled = split.compile(problem(kind, tokens), spec(shape), GPUS["sm_100a"])
+    if kind == "record" and compiled.plan.state_registers > 32:
+        # Open: ptxas keeps some of the state on the stack here; 512 threads, or split 2 with 256, don't spill.
+        assert compiled.resources.stack_bytes <= 96
+        pytest.xfail(f"{compiled.resources.stack_bytes} bytes of stack")
+    check_resources(compiled)
+
+
+@pytest.mark.parametrize(("layout", "dtype"), [("window-major", "fp32"), ("dim-first", "bf16")])
+@pytest.mark.parametrize(("kind", "tokens"), [("decode", 1), ("record", 8)])
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[5]])
+def test_compiles_for_layouts_and_state_types(
+    layout: str, dtype: str, kind: str, tokens: int, shape: tuple[int, int, int]
+) -> None:
+    of = problem(kind, tokens, conv_layout=layout, state_dtype=dtype)
+    check_resources(split.compile(of, spec(shape), H200))
+
+
+def check_resources(compiled: split.Compiled) -> None:
+    resources, p = compiled.resources, compiled.plan
+    assert split.KERNELS[0] in compiled.binary.symbol
+    assert resources.stack_bytes == 0
+    assert (resources.threads, resources.cluster) == (p.threads, p.split)
+    assert resources.smem_bytes == p.smem_bytes
+    assert resources.ctas_per_sm >= p.ctas_per_sm
+    if p.split == 1 and p.threads == 256 and p.staging == "registers":
+        assert resources.ctas_per_sm == 2
+
+
+def split_parameters() -> tuple[str, ...]:
+    addresses, strides = (".u64",) * 15, (".u64", ".u64", ".u32", ".u32", ".u64", ".u32", ".u64", ".u64")
+    return (*addresses, *strides, ".u32", ".u32", ".f32", ".f32", ".f32")
+
+
+def test_launch_options_and_sizes_share_a_binary() -> None:
+    first = split.compile(problem("decode"), spec(SHAPES[5]), H200)
+    second = split.compile(problem("decode", requests=300, heads=96), replace(spec(SHAPES[5]), pdl=True), H200)
+    assert second.binary.image == first.binary.image
+    assert second.binary.compile_s == first.binary.compile_s
+    assert (first.pdl, second.pdl) == (False, True)
+
+
+def odd(window: torch.Tensor) -> torch.Tensor:
+    """The same window with slots that are not 16-byte aligned."""
+    slots, channels, entries = window.shape
+    storage = torch.zeros(slots * (channels * entries + 1), dtype=window.dtype)
+    return storage.as_strided(window.shape, (channels * entries + 1, entries, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda o: {"lower_bound": None}, "lower_bound"),
+        (lambda o: {"conv_state": o.conv_state.float()}, "conv_state"),
+        (lambda o: {"conv_state": odd(o.conv_state)}, "conv_state"),
+        (lambda o: {"conv_state": torch.cat((o.conv_state, o.conv_state), 2)}, "conv_state"),
+        (lambda o: {"conv_state": o.conv_state.transpose(1, 2).contiguous().transpose(1, 2)}, "conv_state"),
+        (lambda o: {"conv_state": o.conv_state[:, :, :4]}, "conv_state"),
+        (lambda o: {"conv_weight": o.conv_weight.bfloat16()}, "conv_weight"),
+        (lambda o: {"conv_bias": o.conv_bias.bfloat16()}, "conv_bias"),
+        (lambda o: {"state": o.state.bfloat16()}, "state"),
+        (lambda o: {"state": o.state.transpose(2, 3)}, "state"),
+        (lambda o: {"projected": o.projected[:, 1:]}, "projected"),
+        (lambda o: {"projected": o.projected[1:]}, "projected"),
+        (lambda o: {"slots": o.slots.long()}, "slots"),
+        (lambda o: {"slots": o.slots.expand(-1, 5)}, "slots"),
+        (lambda o: {"corrections": o.corrections[:, :, :4]}, "corrections"),
+        (lambda o: {"key_gates": None}, "key_gates"),
+        (lambda o: {"record_rows": o.record_rows.long()}, "record_rows"),
+    ],
+)
+def test_launch_names_operands_that_do_not_fit(change: Any, named: str) -> None:
+    of = problem("record", 5)
+    operands: StepOperands = make_step(of, seed=0, device="cpu", pad=16)
+    plan = split.plan(of, spec())
+    split._check(plan, operands)
+    with pytest.raises(ValueError, match=f"^{named} "):
+        split._check(plan, replace(operands, **change(operands)))
