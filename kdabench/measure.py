@@ -32,7 +32,7 @@ class Plan:
 
     min_rounds: int = 5
     max_rounds: int = 25
-    seconds: float = 2.0
+    seconds: float = 1.0
     tie: float = 0.005
     hopeless: float = 2.0
     z: float = 2.6

@@ -606,6 +606,8 @@ def kda_split(
             arch.mbarrier_init(M.barriers, 1)
             arch.mbarrier_init(M.barriers + 1, 1)
             arch.mbarrier_init_fence()
+        arch.sync_warp()
+        if tid == 0:
             arch.mbarrier_arrive_and_expect_tx(M.barriers, P.tokens * (3 * HEAD_DIM + P.rows) * 4)
             arch.mbarrier_arrive_and_expect_tx(M.barriers + 1, P.tokens * P.norm_slots * 4)
         arch.cluster_arrive_relaxed()
@@ -1438,6 +1440,8 @@ def recurrence(
         else:
             update(S, M, u * factor[0], t, at, P)
         o = y * factor[1] + u * factor[2]
+        if const_expr(P.kind == "record"):
+            arch.sync_warp()  # all lanes of the row have read v
         if at.lane % P.copies == 0:
             M.o[own, t] = o.to(BFloat16)
             if const_expr(P.kind == "record"):
