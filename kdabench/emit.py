@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
 from kdabench import device, records
-from kdabench.policy import RULES, Options, Policy
+from kdabench.policy import RULES, Options, Policy, ScheduleTable
 from kdabench.records import SpecValue
 from kdabench.records import write_atomic as write_atomic  # what is emitted is written with it
 
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 Format = Literal["module", "json", "constants"]
 
 _WIDTH = 120
-_TYPES = {"fused_items": "dict[int, int]", "ws_items": "dict[str, int | None]", "stream_items": "dict[str, int | None]",
-          "stock_items": "dict[str, int | None]"}  # fmt: skip
+_BY_KIND = "dict[str, int | None]"
+_TYPES = {"fused_items": "dict[int, int]", "ws_items": _BY_KIND, "stream_items": _BY_KIND, "wide_items": _BY_KIND,
+          "stock_items": _BY_KIND}  # fmt: skip
 _TABLE_TYPE = "dict[int, dict[int, Options]]"
 
 
@@ -152,6 +153,7 @@ def _constants(policy: Policy) -> Iterator[str]:
         yield f"{rule.upper()}: {_TYPES.get(rule, 'int | None')} = {_value(getattr(policy, rule))}"
     yield ""
     yield f"OPTIONS: dict[str, Options] = {_value(policy.options)}"
+    yield from _step_options(policy)
     schedules = _distinct(policy)
     names = _names(schedules)
     yield ""
@@ -163,10 +165,15 @@ def _constants(policy: Policy) -> Iterator[str]:
     for constant, table in (("SCHEDULE", policy.schedule), ("SPEC_SCHEDULE", policy.spec_schedule)):
         yield "# heads -> requests -> schedule"
         yield f"{constant}: {_TABLE_TYPE} = {{"
-        for heads, row in sorted(table.items()):
-            entries = (f"{requests}: {by_text[_value(schedule)]}" for requests, schedule in sorted(row.items()))
-            yield from _wrapped(f"{heads}: {{", entries, "},", 4)
+        yield from _rows(table, by_text, 4)
         yield "}"
+    yield "# (kind, tokens) -> heads -> requests -> schedule, without the entries between two of the same schedule"
+    yield f"WINDOW_SCHEDULE: dict[tuple[str, int], {_TABLE_TYPE}] = {{"
+    for (kind, tokens), table in sorted(policy.window_schedule.items()):
+        yield f"    ({_text(kind)}, {tokens}): {{"
+        yield from _rows(table, by_text, 8)
+        yield "    },"
+    yield "}"
     yield "# heads -> (requests, tokens) -> (row pitch in elements, gate mode)"
     yield "POLICIES: dict[int, dict[tuple[int, int], tuple[int, int]]] = {"
     for heads, keys in sorted(policy.policies.items()):
@@ -185,6 +192,27 @@ def _constants(policy: Policy) -> Iterator[str]:
         yield "    },"
     yield "}"
     yield "# fmt: on"
+
+
+def _step_options(policy: Policy) -> Iterator[str]:
+    yield "# variant -> (kind, tokens) -> options, before OPTIONS"
+    constant = "STEP_OPTIONS: dict[str, dict[tuple[str, int], Options]] = {"
+    if not policy.step_options:
+        yield constant + "}"
+        return
+    yield constant
+    for variant, row in sorted(policy.step_options.items()):
+        yield f"    {_text(variant)}: {{"
+        for (kind, tokens), options in sorted(row.items()):
+            yield f"        ({_text(kind)}, {tokens}): {_value(options)},"
+        yield "    },"
+    yield "}"
+
+
+def _rows(table: ScheduleTable, by_text: Mapping[str, str], indent: int) -> Iterator[str]:
+    for heads, row in sorted(table.items()):
+        entries = (f"{requests}: {by_text[_value(schedule)]}" for requests, schedule in sorted(row.items()))
+        yield from _wrapped(f"{heads}: {{", entries, "},", indent)
 
 
 def _wrapped(head: str, entries: Iterable[str], tail: str, indent: int) -> Iterator[str]:
@@ -219,7 +247,7 @@ def _value(value: object) -> str:
 def _distinct(policy: Policy) -> list[Options]:
     found = {
         _value(schedule): schedule
-        for table in (policy.schedule, policy.spec_schedule)
+        for table in (policy.schedule, policy.spec_schedule, *policy.window_schedule.values())
         for row in table.values()
         for schedule in row.values()
     }
@@ -230,7 +258,9 @@ def _names(schedules: list[Options]) -> list[str]:
     """Identifiers made of the fields in which the schedules differ; numbered where that isn't enough."""
     fields = sorted({key for schedule in schedules for key in schedule})
     varying = [key for key in fields if len({_value(schedule.get(key)) for schedule in schedules}) > 1]
-    names = ["_".join(_word(key, s[key]) for key in varying if key in s) or "SCHEDULE_0" for s in schedules]
+    switches = {key for key in varying if any(s.get(key) is True for s in schedules)}
+    shown = [[key for key in varying if key in s and not (key in switches and s[key] is False)] for s in schedules]
+    names = ["_".join(_word(key, s[key]) for key in keys) for s, keys in zip(schedules, shown, strict=True)]
     if len(set(names)) == len(names) and all(name.isidentifier() and name.isascii() for name in names):
         return names
     return [f"SCHEDULE_{i}" for i in range(len(schedules))]

@@ -2,16 +2,14 @@
 
 The cost of a policy is the weighted sum over cells of log(time of its choice / time of the best).
 
-Kinds that share a schedule table are solved together (`FAMILIES`): a schedule must serve every token count and kind of
-its (heads, requests), except where a threshold hands the step to another variant. So for each (heads, requests), a
-*group*, the cost of the best common schedule is tabulated for every subset of the kinds that it may have to serve, and
-a setting of the thresholds is a 0/1 row over groups: where KdaSplit serves. The cost of all pairs of settings of two
-kinds then is one matrix product, and its minimum is exact.
+Each (kind, tokens) has a schedule table of its own, so the schedule of a cell is free: KdaSplit costs what its best
+schedule there costs, and the thresholds of one kind don't depend on those of another. A kind's thresholds are found by
+dynamic programming along its item counts. The state says which thresholds are passed, and where WS_SMALL's island is:
+the first variant of the decision list that is passed and has a time takes a cell, else KdaSplit. SPEC_SCHEDULE, the
+best table that all windows could share, is fitted afterwards, on the cells that KdaSplit is left with.
 
-Where WS_ITEMS, WS_SMALL, STREAM_ITEMS, STREAM_HEADS and WIDE_ITEMS go: they are further settings of a kind, that is
-more rows of `_settings` (the product of their breakpoints), each with the cost of the groups it takes from KdaSplit.
-FUSED_ITEMS compares whole steps, replay against flush and record; it needs no schedule and is a search of its own
-over the breakpoints of each head count, after this one.
+Where STREAM_HEADS goes: around the search, once for each of its breakpoints. FUSED_ITEMS compares whole steps, replay
+against flush and record; it needs no schedule and is a search of its own over the breakpoints of each head count.
 """
 
 from __future__ import annotations
@@ -19,19 +17,19 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from copy import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import groupby, product
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kdabench import device, emit, provenance
-from kdabench.policy import DEFAULT_GATE_MODE, STEP_KINDS, Options, Origin, Policy, with_pdl
+from kdabench.policy import DEFAULT_GATE_MODE, STEP_KINDS, WINDOW_KINDS, Options, Origin, Policy, ScheduleTable, with_pdl
 from kdabench.problem import Problem
-from kdabench.records import Cell, Record, SpecValue, dumps
+from kdabench.records import Cell, Record, dumps
 from kdabench.regret import (
     NOWHERE,
     TIE,
@@ -39,25 +37,33 @@ from kdabench.regret import (
     FitError,
     Floats,
     Grid,
+    Interval,
     Ints,
     check_comparable,
     count_statuses,
+    find_cliffs,
     find_flips,
     log_regret,
     make_grid,
     picks,
+    slower_than,
     summarize,
 )
 
-FAMILIES: dict[str, tuple[str, ...]] = {"schedule": ("decode",), "spec_schedule": ("record", "spec")}
-"""Schedule tables and the kinds that share one; at most two."""
+LADDER = {"ws_items": "KdaWS", "stream_items": "KdaStream", "wide_items": "KdaWide", "stock_items": "stock"}
+"""Thresholds and the variants that they hand a step to, in the order of the decision list."""
 VERSIONS = ("cuda", "driver", "torch", "triton", "cutlass_dsl")
 
 _NO_TIME = 1e4  # cost of a cell that gets no time: coverage comes before speed
 _SAME = 1e-8  # costs closer than this differ by rounding only
 
-Group = tuple[int, int]
-"""(heads, requests)."""
+Group = tuple[str, int, int, int]
+"""(kind, tokens, heads, requests) that one entry of a table serves. Of the table that windows share: ("", 0, ...)."""
+Phase = int
+"""Of a threshold: not passed, inside its island, behind the island, passed. Odd where its variant takes the step."""
+_BEFORE, _ISLAND, _BEHIND, _PASSED = range(4)
+State = tuple[Phase, ...]
+"""The phase of each threshold."""
 
 
 def fit(
@@ -83,178 +89,162 @@ def fit(
     grid = make_grid((r for r in steps if r.cell.inputs == "model"), weights)
     if not grid.cells:
         raise FitError(f"no records of kind {', '.join(STEP_KINDS)} with inputs model: nothing to fit")
-    stock = _best_single(grid, "stock")
-    solved = {table: Family(grid, kinds, stock).solve() for table, kinds in FAMILIES.items()}
-    policy = _policy(grid, stock, solved, _origin(records, envs))
-    picked = picks(grid, emit.load(emit.emit(policy)).ranked)
-    policy = replace(policy, measured=_margins(grid, picked))
+    singles = _singles(grid)
+    solved = {kind: Search(grid, kind, singles).solve() for kind in STEP_KINDS}
+    own, shared = own_schedules(grid), shared_schedules(grid, solved)
+    policy = _policy(grid, singles, solved, own, shared, _origin(records, envs))
+    module = emit.load(emit.emit(policy))
+    picked = picks(grid, module.ranked)
+    policy = replace(policy, policies=_keys(grid, module), measured=_margins(grid, picked))
+    ways = {"only KdaSplit": np.array([own.get(_own(cell), NOWHERE) for cell in grid.cells])}
+    ways |= {f"only {variant}": single for variant, single in singles.items()}
+    if policy.window_schedule:
+        without = emit.load(emit.emit(replace(policy, window_schedule={})))
+        ways["one window schedule"] = picks(grid, without.ranked)
+    evidence = _evidence(grid, module, picked, ways, default_schedule)
     generic = make_grid(r for r in steps if r.cell.inputs == "generic")
-    evidence = _evidence(grid, stock, solved, picked, default_schedule)
-    intervals = _intervals(grid, stock, resamples, seed)
-    flips = find_flips(grid, generic)
-    return policy, replace(evidence, statuses=count_statuses(records), intervals=intervals, flips=flips)
+    intervals = _intervals(grid, singles, resamples, seed)
+    return policy, replace(
+        evidence,
+        statuses=count_statuses(records),
+        intervals=intervals.pop("stock_items"),
+        other_intervals=intervals,
+        flips=find_flips(grid, generic),
+    )
 
 
-def _best_single(grid: Grid, variant: str) -> int | None:
-    """The variant's candidate that has a time in most cells, and of those the fastest over all."""
-    relative = np.where(np.isnan(grid.log_us), _NO_TIME, grid.log_us - grid.best[:, None])
-    costs = {i: float(grid.weights @ np.nan_to_num(relative[:, i], nan=_NO_TIME)) for i in grid.of(variant)}
+def _best_single(grid: Grid, variant: str, rows: NDArray[np.bool_] | None = None) -> int | None:
+    """The variant's candidate that has a time in most of the cells, and of those the fastest over all."""
+    weights = grid.weights if rows is None else grid.weights * rows
+    relative = np.nan_to_num(grid.log_us - grid.best[:, None], nan=_NO_TIME)
+    costs = {i: float(weights @ relative[:, i]) for i in grid.of(variant)}
     return min(costs, key=lambda i: (costs[i], i), default=None)
+
+
+def _singles(grid: Grid) -> dict[str, Ints]:
+    """Variant -> [cells] its candidate: one for each kind and token count, of stock one for all."""
+    found = {}
+    steps = [(cell.kind, cell.tokens) for cell in grid.cells]
+    for variant in LADDER.values():
+        if not grid.of(variant):
+            continue
+        if variant == "stock":
+            best = dict.fromkeys(steps, _best_single(grid, variant))
+        else:
+            best = {step: _best_single(grid, variant, np.array([s == step for s in steps])) for step in set(steps)}
+        found[variant] = np.array([NOWHERE if (i := best[step]) is None else i for step in steps])
+    return found
 
 
 @dataclass(frozen=True)
 class Solved:
-    """A family's optimum.
+    """A kind's optimum.
 
-    schedules  group -> index of the candidate
-    cuts       kind -> items from which stock is taken; None is never
-    cost       of the optimum before ties are broken, in log units
+    cuts    threshold -> items from which its variant takes the step; None is never. Those of LADDER, ws_small and
+            ws_small_end
+    ours    [cells of the grid]  whether KdaSplit serves: false for other kinds
+    cost    of the optimum, with the best schedules, in log units
     """
 
-    schedules: Mapping[Group, int]
     cuts: Mapping[str, int | None]
+    ours: NDArray[np.bool_]
     cost: float
 
 
-class Family:
-    """The search over the cells of kinds that share a schedule table."""
+class Search:
+    """The search for one kind's thresholds."""
 
-    def __init__(self, grid: Grid, kinds: tuple[str, ...], stock: int | None) -> None:
-        self.kinds = kinds
-        self.candidates = grid.of("KdaSplit")
-        ours = [*self.candidates, *([] if stock is None else [stock])]
-        timeless = np.all(np.isnan(grid.log_us[:, ours]), axis=1)
-        self.rows = [i for i, cell in enumerate(grid.cells) if cell.kind in kinds and not timeless[i]]
-        self.cells = [grid.cells[i] for i in self.rows]
-        self.weights = grid.weights[self.rows]
-        self.stock_at = stock
-        self._take_times(grid)
-        self.groups: list[Group] = sorted({(c.heads, c.requests) for c in self.cells})
-        place = {group: i for i, group in enumerate(self.groups)}
-        self.group_of = np.array([place[c.heads, c.requests] for c in self.cells], dtype=np.int64)
-        self.kind_of = np.array([kinds.index(c.kind) for c in self.cells], dtype=np.int64)
-        self.items = np.array([c.items for c in self.cells], dtype=np.int64)
-        # Of the first and the second kind; a family of one has no cells of a second, so one setting.
-        self.points = [self._breakpoints(kind) for kind in (0, 1)]
-        self.serves = [self._settings(points) for points in self.points]
+    def __init__(self, grid: Grid, kind: str, singles: Mapping[str, Ints]) -> None:
+        of_kind = np.array([cell.kind == kind for cell in grid.cells])
+        times = {rule: log_regret(grid, singles[v]) for rule, v in LADDER.items() if v in singles}
+        self.rules = [rule for rule, us in times.items() if not np.isnan(us[of_kind]).all()]
+        split = np.fmin.reduce(grid.log_us[:, grid.of("KdaSplit")], axis=1, initial=np.nan) - grid.best
+        any_time = ~np.isnan([split, *(times[rule] for rule in self.rules)]).all(axis=0)
+        self.mask = of_kind & any_time
+        self.split: Floats = split[self.mask]
+        self.times = [times[rule][self.mask] for rule in self.rules]
+        self.weights = grid.weights[self.mask]
+        items = np.array([cell.items for cell in grid.cells], dtype=np.int64)[self.mask]
+        self.levels, self.level_of = np.unique(items, return_inverse=True)
+        island = kind == "record"
+        phases = [range(4) if island and rule == "ws_items" else (_BEFORE, _PASSED) for rule in self.rules]
+        self.states: list[State] = list(product(*phases))
+        self.takes, self.values = self._outcomes()
 
-    def _take_times(self, grid: Grid) -> None:
-        """split [cells, schedules], stock [cells]: log of the time over the cell's best.
-
-        schedule_cost [cells, schedules]: of serving a cell with a schedule. A schedule must work wherever any does; a
-        cell where none does goes to stock.
-        """
-        relative = grid.log_us[self.rows] - grid.best[self.rows, None]
-        self.split = relative[:, self.candidates]
-        self.stock = np.full(len(self.rows), np.nan) if self.stock_at is None else relative[:, self.stock_at]
-        hopeless = np.isnan(self.split).all(axis=1)
-        otherwise = np.where(hopeless & ~np.isnan(self.stock), self.stock, _NO_TIME)[:, None]
-        self.schedule_cost: Floats = np.where(np.isnan(self.split), otherwise, self.split) * self.weights[:, None]
-
-    def resampled(self, grid: Grid) -> Family:
-        """The same search on other times of the same cells."""
-        other = copy(self)
-        other._take_times(grid)
-        return other
-
-    def _sums(self, served: NDArray[np.bool_]) -> Floats:
-        """[groups, schedules] cost of each schedule over the served cells. Cells without stock always are."""
-        rows = served | np.isnan(self.stock)
-        costs, groups = self.schedule_cost[rows].T, self.group_of[rows]
-        return np.stack([np.bincount(groups, cost, len(self.groups)) for cost in costs], axis=1)
-
-    def _served(self, kinds: Sequence[bool]) -> Floats:
-        """[groups] cost of the best common schedule, if the kinds marked true are served by KdaSplit."""
-        best: Floats = self._sums(np.array(kinds, dtype=bool)[self.kind_of]).min(axis=1)
-        return best
-
-    def _breakpoints(self, kind: int) -> Ints:
-        """Item counts of a kind at which stock could be taken."""
-        return np.unique(self.items[(self.kind_of == kind) & ~np.isnan(self.stock)])
-
-    def _settings(self, points: Ints) -> Floats:
-        """[settings, groups] all settings of a kind's thresholds: 1 where KdaSplit serves.
-
-        Setting n hands all from breakpoint n on to stock; the last one nothing.
-        """
-        group_items = np.array([heads * requests for heads, requests in self.groups])
-        ends = np.append(points, np.iinfo(np.int64).max)
-        return (group_items[None, :] < ends[:, None]).astype(np.float64)
-
-    def _others(self, kind: int) -> Floats:
-        """[settings] cost of what KdaSplit doesn't serve."""
-        mine = (self.kind_of == kind) & ~np.isnan(self.stock)
-        cost = np.bincount(self.group_of[mine], (self.stock * self.weights)[mine], len(self.groups))
-        others: Floats = cost.sum() - self.serves[kind] @ cost
-        return others
+    def _outcomes(self) -> tuple[Ints, Floats]:
+        """takes [states, cells] index of the threshold that takes it, NOWHERE: KdaSplit; values: the log time."""
+        takes = np.full((len(self.states), len(self.split)), NOWHERE)
+        values = np.full(takes.shape, np.nan)
+        for take, value, state in zip(takes, values, self.states, strict=True):
+            for i, (phase, times) in enumerate(zip(state, self.times, strict=True)):
+                if phase % 2:
+                    free = np.isnan(value)
+                    value[free] = times[free]
+                    take[free & ~np.isnan(times)] = i
+            free = np.isnan(value)
+            value[free] = self.split[free]
+            # What nothing else has a time for goes to stock in the end, threshold or not.
+            if "stock_items" in self.rules:
+                free = np.isnan(value)
+                value[free] = self.times[self.rules.index("stock_items")][free]
+        return takes, values
 
     def solve(self) -> Solved:
-        """The optimum, with ties between schedules broken."""
-        if not self.candidates or not self.cells:
-            return Solved({}, dict.fromkeys(self.kinds, 1 if self.cells else None), 0.0)
-        settings, least = self._optimum()
-        chosen = self._settle(self._served_under(settings))
-        schedules = {group: self.candidates[s] for group, s in zip(self.groups, chosen, strict=True) if s != NOWHERE}
-        return Solved(schedules, self._cuts(settings, chosen), least)
+        cuts: dict[str, int | None] = dict.fromkeys((*LADDER, "ws_small", "ws_small_end"))
+        ours = np.zeros(len(self.mask), dtype=bool)
+        if not len(self.levels):
+            return Solved(cuts, ours, 0.0)
+        path, cost = self._optimum()
+        for i, rule in enumerate(self.rules):
+            cuts[rule] = self._cut(path, i, _PASSED)
+            if rule == "ws_items":
+                cuts |= {"ws_small": self._cut(path, i, _ISLAND), "ws_small_end": self._cut(path, i, _BEHIND)}
+        if "stock_items" in self.rules and np.isnan(self.split).all():
+            cuts["stock_items"] = 1  # not a schedule that only other kinds were measured with
+        ours[self.mask] = self.takes[np.array(path)[self.level_of], np.arange(len(self.split))] == NOWHERE
+        return Solved(cuts, ours, cost)
 
-    def cuts(self) -> dict[str, int | None]:
-        """Those of the optimum, with the best schedules, tied or not."""
-        if not self.candidates or not self.cells:
-            return dict(self.solve().cuts)
-        settings, _ = self._optimum()
-        return self._cuts(settings, self._sums(self._served_under(settings)).argmin(axis=1).tolist())
+    def _optimum(self) -> tuple[list[int], float]:
+        """[levels] index of the state, and the cost. Of equal costs the path that hands least to other variants."""
+        weighted = np.nan_to_num(self.values, nan=_NO_TIME) * self.weights
+        cost = np.stack([np.bincount(self.level_of, row, len(self.levels)) for row in weighted], axis=1)
+        follows = np.array([[_may_follow(a, b) for b in self.states] for a in self.states])
+        # [levels + 1, states] cost of the best path from a level on; one must not end inside an island.
+        rest = np.zeros((len(self.levels) + 1, len(self.states)))
+        rest[-1, [_ISLAND in state for state in self.states]] = np.inf
+        for n in reversed(range(len(self.levels))):
+            rest[n] = cost[n] + np.where(follows, rest[n + 1], np.inf).min(axis=1)
+        state = self.states.index((_BEFORE,) * len(self.rules))
+        left = least = float(rest[0, follows[state]].min())
+        order = sorted(range(len(self.states)), key=lambda i: (sum(p % 2 for p in self.states[i]), self.states[i]))
+        path = []
+        for n in range(len(self.levels)):
+            state = next(i for i in order if follows[state, i] and rest[n, i] <= left + _SAME)
+            left -= float(cost[n, state])
+            path.append(state)
+        return path, least
 
-    def _served_under(self, settings: Sequence[int]) -> NDArray[np.bool_]:
-        """[cells] whether KdaSplit serves, under one setting of each kind."""
-        by_kind = np.stack([serves[n] for serves, n in zip(self.serves, settings, strict=True)])
-        served: NDArray[np.bool_] = by_kind[self.kind_of, self.group_of] > 0
-        return served
-
-    def _optimum(self) -> tuple[tuple[int, int], float]:
-        """The best setting of each kind, and its cost."""
-        neither, second, first, both = (self._served(pair) for pair in product((False, True), repeat=2))
-        serves_a, serves_b = self.serves
-        cost = (self._others(0) + serves_a @ (first - neither))[:, None]
-        cost = cost + (self._others(1) + serves_b @ (second - neither))[None, :]
-        cost += neither.sum() + (serves_a * (both - first - second + neither)) @ serves_b.T
-        least = float(cost.min())
-        # Of equal costs the one that hands least to stock.
-        n, m = np.argwhere(cost <= least + _SAME)[-1]
-        return (int(n), int(m)), least
-
-    def _cuts(self, settings: Sequence[int], chosen: Sequence[int]) -> dict[str, int | None]:
-        return {kind: self._cut(i, settings[i], chosen) for i, kind in enumerate(self.kinds)}
-
-    def _settle(self, served: NDArray[np.bool_]) -> list[int]:
-        """[groups] index of the schedule, ties broken: see `settle`. A group that stock serves gets one too."""
-        idle = np.isin(self.group_of, np.setdiff1d(self.group_of, self.group_of[served | np.isnan(self.stock)]))
-        rows = served | idle
-        sums = self._sums(rows)
-        rows = rows | np.isnan(self.stock)
-        slack = np.bincount(self.group_of[rows], self.weights[rows], len(self.groups)) * math.log1p(TIE)
-        measured = ~np.isnan(self.split)
-        usable = np.zeros(sums.shape, dtype=bool)
-        np.logical_or.at(usable, self.group_of, measured)
-        within = (sums <= (sums.min(axis=1) + slack + _SAME)[:, None]) & usable
-        return settle(self.groups, [set(np.flatnonzero(row).tolist()) for row in within])
-
-    def _cut(self, kind: int, setting: int, chosen: Sequence[int]) -> int | None:
-        """Items from which stock is taken: inside the bracket of two breakpoints where the log ratio crosses zero."""
-        points = self.points[kind]
-        if setting == len(points):
+    def _cut(self, path: Sequence[int], rule: int, phase: Phase) -> int | None:
+        """Items from which a rule is in a phase: in a bracket of two levels, where the log ratio crosses zero."""
+        n = next((n for n, state in enumerate(path) if self.states[state][rule] == phase), None)
+        if n is None:
             return None
-        if setting == 0:
+        if n == 0:
             return 1
-        low, high = int(points[setting - 1]), int(points[setting])
-        return place_cut(low, high, self._ratio(kind, low, chosen), self._ratio(kind, high, chosen))
+        low, high = (self._ratio(level, path[n - 1], path[n]) for level in (n - 1, n))
+        return place_cut(int(self.levels[n - 1]), int(self.levels[n]), low, high)
 
-    def _ratio(self, kind: int, items: int, chosen: Sequence[int]) -> float:
-        """Mean log of KdaSplit's time over stock's in a kind's cells of one item count; NaN if there is none."""
-        schedule = np.array(chosen)[self.group_of]
-        rows = np.flatnonzero((self.kind_of == kind) & (self.items == items) & (schedule != NOWHERE))
-        ratios = self.split[rows, schedule[rows]] - self.stock[rows]
+    def _ratio(self, level: int, before: int, after: int) -> float:
+        """Mean log of the time in one state over that in another, in the cells of a level; NaN if there is none."""
+        ratios = (self.values[before] - self.values[after])[self.level_of == level]
         known = ~np.isnan(ratios)
-        return float(np.average(ratios[known], weights=self.weights[rows][known])) if known.any() else math.nan
+        weights = self.weights[self.level_of == level]
+        return float(np.average(ratios[known], weights=weights[known])) if known.any() else math.nan
+
+
+def _may_follow(before: State, after: State) -> bool:
+    """Whether a state may follow, by items. An island is entered and left; what lies next to the rest is no island."""
+    return all(a <= b and (a, b) not in ((_BEFORE, _BEHIND), (_ISLAND, _PASSED)) for a, b in zip(before, after, strict=True))
 
 
 def place_cut(low: int, high: int, ratio_low: float, ratio_high: float) -> int:
@@ -267,17 +257,17 @@ def place_cut(low: int, high: int, ratio_low: float, ratio_high: float) -> int:
     return min(max(math.ceil(position - 1e-9 * position), low + 1), high)
 
 
-def settle(groups: Sequence[Group], tied: Sequence[set[int]]) -> list[int]:
+def settle(groups: Sequence[tuple[Any, ...]], tied: Sequence[set[int]]) -> list[int]:
     """One schedule per group out of those tied there; NOWHERE where none is.
 
-    Along a head count's requests as few changes as can be; then schedules that are tied in most groups, so that few
-    distinct ones are left; then the lexicographically first.
+    Along the requests, the last entry of a group, as few changes as can be; then schedules that are tied in most
+    groups, so that few distinct ones are left; then the lexicographically first.
     """
     popularity = Counter(s for choices in tied for s in choices)
     rank = {s: i for i, s in enumerate(sorted(popularity, key=lambda s: (-popularity[s], s)))}
     found = [NOWHERE] * len(groups)
-    for heads in sorted({heads for heads, _ in groups}):
-        rows = [i for i, group in enumerate(groups) if group[0] == heads and tied[i]]
+    for series in sorted({group[:-1] for group in groups}):
+        rows = [i for i, group in enumerate(groups) if group[:-1] == series and tied[i]]
         # Schedule -> (changes, ranks, path) of the best way to end there.
         ways: dict[int, tuple[int, int, tuple[int, ...]]] = {}
         for i in rows:
@@ -296,6 +286,58 @@ def _extend(
     if not ways:
         return 0, r, (r,)
     return min((changes + (s != schedule), ranks + r, (*path, r)) for s, (changes, ranks, path) in ways.items())
+
+
+def _own(cell: Cell) -> Group:
+    return cell.kind, cell.tokens, cell.heads, cell.requests
+
+
+def _shared(cell: Cell) -> Group:
+    return "", 0, cell.heads, cell.requests
+
+
+def own_schedules(grid: Grid) -> dict[Group, int]:
+    """Index of the candidate that each cell has in the table of its kind and token count, ties settled."""
+    found = {}
+    for kinds in (("decode",), WINDOW_KINDS):
+        rows = np.array([cell.kind in kinds for cell in grid.cells])
+        found |= _schedules(grid, rows, rows, _own)
+    return found
+
+
+def shared_schedules(grid: Grid, solved: Mapping[str, Solved]) -> dict[Group, int]:
+    """The same of the table that all windows could share, over the cells that KdaSplit serves."""
+    rows = np.array([cell.kind in WINDOW_KINDS for cell in grid.cells])
+    ours = np.logical_or.reduce([solved[kind].ours for kind in WINDOW_KINDS])
+    return _schedules(grid, rows, ours, _shared)
+
+
+def _schedules(
+    grid: Grid, rows: NDArray[np.bool_], served: NDArray[np.bool_], group: Callable[[Cell], Group]
+) -> dict[Group, int]:
+    """The candidate of each group of some cells, ties settled. A group that isn't served anywhere gets one too.
+
+    A schedule must work wherever any does.
+    """
+    candidates = grid.of("KdaSplit")
+    times = grid.log_us[:, candidates] - grid.best[:, None]
+    rows = rows & ~np.isnan(times).all(axis=1)
+    of_cell = [group(cell) for cell in grid.cells]
+    busy = {g for g, mine in zip(of_cell, rows & served, strict=True) if mine}
+    rows = rows & (served | np.array([g not in busy for g in of_cell]))
+    found = sorted({g for g, mine in zip(of_cell, rows, strict=True) if mine})
+    place = {g: i for i, g in enumerate(found)}
+    at = np.array([place[g] for g, mine in zip(of_cell, rows, strict=True) if mine], dtype=np.int64)
+    weights, times = grid.weights[rows], times[rows]
+    costs = np.nan_to_num(times, nan=_NO_TIME) * weights[:, None]
+    sums = np.zeros((len(found), len(candidates)))
+    np.add.at(sums, at, costs)
+    usable = np.zeros(sums.shape, dtype=bool)
+    np.logical_or.at(usable, at, ~np.isnan(times))
+    slack = np.bincount(at, weights, len(found)) * math.log1p(TIE)
+    within = (sums <= (sums.min(axis=1, initial=np.inf) + slack + _SAME)[:, None]) & usable
+    chosen = settle(found, [set(np.flatnonzero(row).tolist()) for row in within])
+    return {g: candidates[s] for g, s in zip(found, chosen, strict=True) if s != NOWHERE}
 
 
 def _origin(records: Sequence[Record], envs: Mapping[str, Mapping[str, Any]]) -> Origin:
@@ -322,35 +364,77 @@ def _origin(records: Sequence[Record], envs: Mapping[str, Mapping[str, Any]]) ->
     )
 
 
-def _policy(grid: Grid, stock: int | None, solved: Mapping[str, Solved], origin: Origin) -> Policy:
-    tables = {name: _table(grid, found.schedules) for name, found in solved.items()}
-    cuts = {kind: cut for found in solved.values() for kind, cut in found.cuts.items()}
+def _policy(
+    grid: Grid,
+    singles: Mapping[str, Ints],
+    solved: Mapping[str, Solved],
+    own: Mapping[Group, int],
+    shared: Mapping[Group, int],
+    origin: Origin,
+) -> Policy:
+    """All but what takes the emitted module."""
+    cuts = {rule: {kind: solved[kind].cuts[rule] for kind in STEP_KINDS} for rule in LADDER}
+    steps = sorted({(kind, tokens) for kind, tokens, _, _ in own if kind in WINDOW_KINDS})
+    stock = singles.get("stock")
     return Policy(
         origin=origin,
-        schedule=tables["schedule"],
-        spec_schedule=tables["spec_schedule"],
-        stock_items={kind: cuts[kind] for kind in STEP_KINDS},
-        options={"stock": with_pdl({} if stock is None else grid.candidates[stock].spec)},
-        policies=_keys(grid, tables),
+        schedule=_table(grid, own, ("decode", 1)),
+        spec_schedule=_table(grid, shared, ("", 0)),
+        window_schedule={step: _thinned(_table(grid, own, step)) for step in steps},
+        **cuts,
+        ws_small=solved["record"].cuts["ws_small"],
+        ws_small_end=solved["record"].cuts["ws_small_end"],
+        options={"stock": with_pdl({} if stock is None else grid.candidates[stock[0]].spec)},
+        step_options=_step_options(grid, singles, solved),
+        policies={},
     )
 
 
-def _table(grid: Grid, schedules: Mapping[Group, int]) -> dict[int, dict[int, Options]]:
+def _table(grid: Grid, schedules: Mapping[Group, int], step: tuple[str, int]) -> dict[int, dict[int, Options]]:
     table: dict[int, dict[int, Options]] = {}
-    for (heads, requests), index in sorted(schedules.items()):
-        table.setdefault(heads, {})[requests] = with_pdl(grid.candidates[index].spec)
+    for (kind, tokens, heads, requests), index in sorted(schedules.items()):
+        if (kind, tokens) == step:
+            table.setdefault(heads, {})[requests] = with_pdl(grid.candidates[index].spec)
     return table
 
 
-def _keys(
-    grid: Grid, tables: Mapping[str, Mapping[int, Mapping[int, Mapping[str, SpecValue]]]]
-) -> dict[int, dict[tuple[int, int], tuple[int, int]]]:
-    """heads -> (requests, tokens) -> (row pitch, gate mode of the key's schedule) of the measured keys."""
+def _thinned(table: ScheduleTable) -> ScheduleTable:
+    """Without the entries between two of the same schedule: the nearest entry says the same."""
+    found: dict[int, dict[int, Options]] = {}
+    for heads, row in table.items():
+        runs = [[requests for requests, _ in run] for _, run in groupby(row.items(), key=lambda entry: entry[1])]
+        found[heads] = {requests: row[requests] for run in runs for requests in (run[0], run[-1])}
+    return found
+
+
+def _step_options(
+    grid: Grid, singles: Mapping[str, Ints], solved: Mapping[str, Solved]
+) -> dict[str, dict[tuple[str, int], Options]]:
+    """Options of the variants that some threshold hands a step to, but stock."""
+    found: dict[str, dict[tuple[str, int], Options]] = {}
+    for rule, variant in LADDER.items():
+        for cell, index in zip(grid.cells, singles.get(variant, ()), strict=variant in singles):
+            taken = [solved[cell.kind].cuts[rule]]
+            if rule == "ws_items" and cell.kind == "record":
+                taken.append(solved["record"].cuts["ws_small"])
+            if variant != "stock" and index != NOWHERE and any(cut is not None for cut in taken):
+                found.setdefault(variant, {})[cell.kind, cell.tokens] = with_pdl(grid.candidates[index].spec)
+    return found
+
+
+def _keys(grid: Grid, module: ModuleType) -> dict[int, dict[tuple[int, int], tuple[int, int]]]:
+    """heads -> (requests, tokens) -> (row pitch, gate mode of the key's schedule) of the measured keys.
+
+    Of kind record, where both kinds of window were measured.
+    """
     found: dict[int, dict[tuple[int, int], tuple[int, int]]] = {}
-    for heads, requests, tokens in sorted({(c.heads, c.requests, c.tokens) for c in grid.cells}):
-        schedules = tables["schedule" if tokens == 1 else "spec_schedule"]
-        mode = schedules.get(heads, {}).get(requests, {}).get("gate_mode", DEFAULT_GATE_MODE)
-        found.setdefault(heads, {})[requests, tokens] = Problem("decode", 1, heads).pitch, int(mode)
+    for heads, requests, tokens, kind in sorted({(c.heads, c.requests, c.tokens, c.kind) for c in grid.cells}):
+        if (requests, tokens) in found.get(heads, {}):
+            continue  # record sorts before spec
+        ranked = module.ranked(heads, requests, tokens, kind)
+        options: Options = next((c.options for c in ranked if c.variant == "KdaSplit"), {})
+        mode = int(options.get("gate_mode", DEFAULT_GATE_MODE))
+        found.setdefault(heads, {})[requests, tokens] = Problem("decode", 1, heads).pitch, mode
     return found
 
 
@@ -368,40 +452,43 @@ def _margins(grid: Grid, picked: Ints) -> dict[str, dict[int, dict[int, dict[int
 
 
 def _intervals(
-    grid: Grid, stock: int | None, resamples: int, seed: int
-) -> dict[str, tuple[int | None, int | None] | None]:
-    """90 % interval of each stock threshold, by drawing each cell's processes anew; `never` counts as the largest."""
+    grid: Grid, singles: Mapping[str, Ints], resamples: int, seed: int
+) -> dict[str, dict[str, Interval | None]]:
+    """Threshold -> kind -> 90 % interval, by drawing each cell's processes anew; `never` counts as the largest.
+
+    Only thresholds whose variant was measured, and stock's.
+    """
+    rules = [rule for rule, variant in LADDER.items() if variant in singles or variant == "stock"]
     cells, _, processes = grid.process_us.shape
     if processes < 2 or resamples < 2:
-        return dict.fromkeys(STEP_KINDS)
+        return {rule: dict.fromkeys(STEP_KINDS) for rule in rules}
     # The raw stream of a bit generator is the same in every numpy; that of its distributions need not be.
     stream = np.random.PCG64(seed)
-    families = [Family(grid, kinds, stock) for kinds in FAMILIES.values()]
-    values: dict[str, list[float]] = {kind: [] for kind in STEP_KINDS}
+    values: dict[tuple[str, str], list[float]] = {}
     for _ in range(resamples):
         draw = (stream.random_raw(cells * processes) % np.uint64(processes)).astype(np.int64)
         again = grid.resampled(draw.reshape(cells, processes))
-        for family in families:
-            for kind, cut in family.resampled(again).cuts().items():
-                values[kind].append(math.inf if cut is None else cut)
-    return {kind: _middle_90(sorted(found)) for kind, found in values.items()}
+        for kind in STEP_KINDS:
+            cuts = Search(again, kind, singles).solve().cuts
+            for rule in rules:
+                cut = cuts[rule]
+                values.setdefault((rule, kind), []).append(math.inf if cut is None else cut)
+    return {rule: {kind: _middle_90(sorted(values[rule, kind])) for kind in STEP_KINDS} for rule in rules}
 
 
-def _middle_90(ranked: Sequence[float]) -> tuple[int | None, int | None]:
+def _middle_90(ranked: Sequence[float]) -> Interval:
     ends = ranked[int(0.05 * len(ranked))], ranked[math.ceil(0.95 * len(ranked)) - 1]
     low, high = (None if math.isinf(end) else int(end) for end in ends)
     return low, high
 
 
 def _evidence(
-    grid: Grid, stock: int | None, solved: Mapping[str, Solved], picked: Ints, default_schedule: Options | None
+    grid: Grid, module: ModuleType, picked: Ints, ways: dict[str, Ints], default_schedule: Options | None
 ) -> Evidence:
     """All but what takes more than the grid."""
-    split_picks = _split_everywhere(grid, solved)
-    ways = {"only KdaSplit": split_picks, "only stock": _everywhere(grid, stock)}
     default = None if default_schedule is None else _matching(grid, default_schedule)
     if default is not None:
-        ways["default schedule"] = _everywhere(grid, default)
+        ways["default schedule"] = np.full(len(grid.cells), default)
     baselines = {name: found for name, way in ways.items() if (found := summarize(grid, way))}
     singles = [name for name in baselines if name.startswith("only ")]
     regret = summarize(grid, picked)
@@ -417,22 +504,16 @@ def _evidence(
         ),
         table_gain=regret["all"].geomean if regret else 0.0,
         token_tables_gain=_token_tables_gain(grid, picked),
+        slower_than_default=None if default is None else slower_than(grid, picked, default),
+        cliffs=find_cliffs(grid, picked, module.explain),
         intervals={},
+        other_intervals={},
         flips=(),
     )
 
 
-def _cells(grid: Grid, mask: NDArray[np.bool_]) -> tuple[Cell, ...]:
+def _cells(grid: Grid, mask: Iterable[bool]) -> tuple[Cell, ...]:
     return tuple(cell for cell, marked in zip(grid.cells, mask, strict=True) if marked)
-
-
-def _everywhere(grid: Grid, candidate: int | None) -> Ints:
-    return np.full(len(grid.cells), NOWHERE if candidate is None else candidate)
-
-
-def _split_everywhere(grid: Grid, solved: Mapping[str, Solved]) -> Ints:
-    schedules = {kind: solved[table].schedules for table, kinds in FAMILIES.items() for kind in kinds}
-    return np.array([schedules[cell.kind].get((cell.heads, cell.requests), NOWHERE) for cell in grid.cells])
 
 
 def _matching(grid: Grid, options: Options) -> int | None:

@@ -72,9 +72,28 @@ def compile_cases(variant: str) -> Iterator[Case]:
             yield _case(variant, {"split": split, "staging": staging}, problem)
         for (kind, q), split, gate_mode in product(_TYPICAL, SPLITS, (0, 1)):
             yield _case(variant, {"split": split, "gate_mode": gate_mode}, Problem(kind, 1, 12, q))
+    elif variant in ("KdaWide", "KdaWS"):
+        for (kind, q), dtype in product(STEPS, STATE_DTYPES):
+            for choices in _forms(variant, kind, dtype):
+                yield _case(variant, choices, Problem(kind, 1, 12, q, state_dtype=dtype))
     elif variant == "KdaCommit":
         for align, form, dtype in product(_ALIGN, _COMMIT_FORMS, STATE_DTYPES):
             yield _case(variant, {"align": align, **form}, Problem("commit", 1, 12, 8, state_dtype=dtype))
+
+
+def _forms(variant: str, kind: Kind, dtype: StateDtype) -> Iterator[Choices]:
+    """What KdaWide and KdaWS can be for a kind of step."""
+    terms = (1, 2) if dtype == "bf16" else (2,)
+    if variant == "KdaWS":
+        if kind == "record":
+            for prologue, gate_mode, n in product((4, 8), (0, 1), terms):
+                yield {"prologue": prologue, "gate_mode": gate_mode, "terms": n}
+        return
+    for gate_mode in (0, 1):
+        yield {"gate_mode": gate_mode}
+    if kind == "record":
+        for gate_mode, n in product((0, 1), terms):
+            yield {"form": "chunked", "gate_mode": gate_mode, "terms": n}
 
 
 def verify_cases(variant: str) -> Iterator[Case]:
@@ -90,6 +109,9 @@ def verify_cases(variant: str) -> Iterator[Case]:
         for heads in HEADS:
             yield _case(variant, {}, Problem("record", 7, heads, 4))
         return
+    if variant in ("KdaWide", "KdaWS"):
+        yield from _whole_item_cases(variant)
+        return
     # All choices on a small problem with null slots, padding and permuted rows ...
     for (kind, q), split, staging, gate_mode in product(STEPS, SPLITS, ("registers", "shared"), (0, 1, 2)):
         problem = Problem(kind, 5, 3, q)
@@ -102,6 +124,21 @@ def verify_cases(variant: str) -> Iterator[Case]:
         yield _case(variant, {"split": split}, problem, pad=64, null_requests=(2,), inputs="generic", conv_bias=False)
     for heads, (kind, q), split in product(HEADS, _TYPICAL, SPLITS):
         yield _case(variant, {"split": split}, Problem(kind, 37 if heads < 24 else 9, heads, q))
+
+
+def _whole_item_cases(variant: str) -> Iterator[Case]:
+    """Variants whose CTAs take whole items: all forms on awkward operands, then head counts and batches."""
+    for (kind, q), layout, dtype in product(STEPS, CONV_LAYOUTS, STATE_DTYPES):
+        for choices in _forms(variant, kind, dtype):
+            problem = Problem(kind, 5, 3, q, state_dtype=dtype, conv_layout=layout)
+            yield _case(variant, choices, problem, pad=64, null_requests=(1, 3))
+    for (kind, q), dtype in product(STEPS, STATE_DTYPES):
+        for choices in _forms(variant, kind, dtype):
+            problem = Problem(kind, 6, 6, q, state_dtype=dtype)
+            yield _case(variant, choices, problem, pad=64, null_requests=(2,), inputs="generic", conv_bias=False)
+    for heads, (kind, q), requests in product(HEADS, _TYPICAL, (1, 37, 90)):
+        for choices in _forms(variant, kind, "fp32"):
+            yield _case(variant, choices, Problem(kind, requests, heads, q))
 
 
 def _commit_cases(variant: str, dtypes: tuple[StateDtype, ...]) -> Iterator[Case]:

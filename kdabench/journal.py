@@ -308,6 +308,18 @@ class Journal:
         with self._transaction():
             self._db.execute("INSERT OR IGNORE INTO done VALUES (?, ?)", (self._cell(cell), process))
 
+    def reopen_failed(self) -> int:
+        """Forgets all (cell, process) shares in which a candidate failed, and returns their number.
+
+        `unsupported` is no failure: it comes out the same again.
+        """
+        query = "SELECT DISTINCT cell, process FROM outcome WHERE status NOT IN ('ok', 'unsupported')"
+        with self._transaction():
+            shares = self._db.execute(query).fetchall()
+            for table in ("reading", "round", "outcome", "done"):
+                self._db.executemany(f"DELETE FROM {table} WHERE cell = ? AND process = ?", shares)
+        return len(shares)
+
     def records(self) -> list[Record]:
         """All candidates that have an outcome, sorted. Only status ok and unstable come with samples."""
         return self._records("", ())

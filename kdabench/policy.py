@@ -15,6 +15,7 @@ ScheduleTable = Mapping[int, Mapping[int, Options]]
 
 STEP_KINDS = ("decode", "spec", "record")
 """Kinds that a fit covers. A replay below its threshold is a flush and a record."""
+WINDOW_KINDS = ("record", "spec")
 DEFAULT_GATE_MODE = 2
 """Of a key whose schedule doesn't name one: that of KdaSplit's Spec."""
 
@@ -47,10 +48,13 @@ def never() -> dict[str, int | None]:
 class Policy:
     """The constants of the decision list, under the names of the generated module in lower case. None is never.
 
-    options   of the variants that have no schedule table
-    policies  heads -> (requests, tokens) -> (row pitch in elements, gate mode)
-    measured  kind -> heads -> tokens -> requests -> time of the best other variant over that of the choice, or None
-              if no other variant has one
+    spec_schedule    the best table that all windows can share: for kinds that window_schedule lacks, and to copy
+    window_schedule  (kind, tokens) -> table, without the entries between two of the same schedule
+    options          of the variants that have no schedule table
+    step_options     variant -> (kind, tokens) -> options, before `options`
+    policies         heads -> (requests, tokens) -> (row pitch in elements, gate mode)
+    measured         kind -> heads -> tokens -> requests -> time of the best other variant over that of the choice, or
+                     None if no other variant has one
     """
 
     origin: Origin
@@ -59,6 +63,8 @@ class Policy:
     stock_items: Mapping[str, int | None]
     options: Mapping[str, Options]
     policies: Mapping[int, Mapping[tuple[int, int], tuple[int, int]]]
+    window_schedule: Mapping[tuple[str, int], ScheduleTable] = field(default_factory=dict)
+    step_options: Mapping[str, Mapping[tuple[str, int], Options]] = field(default_factory=dict)
     measured: Mapping[str, Mapping[int, Mapping[int, Mapping[int, float | None]]]] = field(default_factory=dict)
     fused_items: Mapping[int, int] = field(default_factory=dict)
     fused_default_items: int | None = None
@@ -68,7 +74,7 @@ class Policy:
     ws_small_end: int | None = None
     stream_items: Mapping[str, int | None] = field(default_factory=never)
     stream_heads: int | None = None
-    wide_items: int | None = None
+    wide_items: Mapping[str, int | None] = field(default_factory=never)
 
     def to_json(self) -> dict[str, Any]:
         """The constants by the names of the generated module."""
@@ -77,10 +83,16 @@ class Policy:
             heads: {f"{requests},{tokens}": list(value) for (requests, tokens), value in row.items()}
             for heads, row in self.policies.items()
         }
+        windows = {f"{kind},{tokens}": table for (kind, tokens), table in self.window_schedule.items()}
+        steps = {
+            variant: {f"{kind},{tokens}": options for (kind, tokens), options in row.items()}
+            for variant, row in self.step_options.items()
+        }
         return {
             "DEVICE": self.origin.device, "SMS": self.origin.sms, "CAPABILITY": list(self.origin.capability),
-            "RECORDS": self.origin.digest, **rules, "OPTIONS": self.options, "SCHEDULE": self.schedule,
-            "SPEC_SCHEDULE": self.spec_schedule, "POLICIES": keys, "MEASURED": self.measured,
+            "RECORDS": self.origin.digest, **rules, "OPTIONS": self.options, "STEP_OPTIONS": steps,
+            "SCHEDULE": self.schedule, "SPEC_SCHEDULE": self.spec_schedule, "WINDOW_SCHEDULE": windows, "POLICIES": keys,
+            "MEASURED": self.measured,
         }  # fmt: skip
 
 

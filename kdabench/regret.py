@@ -20,9 +20,13 @@ from kdabench.records import Candidate, Cell, Record, canonical, cell_order
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Interval = tuple[int | None, int | None]
+"""Of items; None is never."""
 
 TIE = 0.005
 """Times closer than this, as a ratio, are a tie."""
+CLIFF = 0.03
+"""A step that is slower than one with more requests by more than this, as a ratio, stands on a cliff."""
 NOWHERE = -1
 """Index of the candidate where nothing can be picked."""
 _UNLISTED_WEIGHT = 1e-6
@@ -192,6 +196,21 @@ def summarize(grid: Grid, picked: Ints) -> dict[str, Regret]:
 
 
 @dataclass(frozen=True)
+class Cliff:
+    """A step that takes longer than one with more requests, though some candidate wouldn't.
+
+    faster  the fastest of the steps with more requests
+    lost    ratio of the two times, minus 1
+    rule    to blame: that of `faster` if its variant avoids the cliff, else the rule that decided in `cell`
+    """
+
+    cell: Cell
+    faster: Cell
+    lost: float
+    rule: str
+
+
+@dataclass(frozen=True)
 class Evidence:
     """How good a policy is on the cells it was fitted on. No certificate: that takes cells measured afterwards.
 
@@ -199,12 +218,17 @@ class Evidence:
     uncovered               cells where none of the policy's choices has a time, though something has
     statuses                of all records
     regret                  of the policy, by kind and over "all"
-    baselines               the same of other ways of choosing: "only <variant>" with its own best options, and
-                            "default schedule" if the kernel's default was measured
+    baselines               the same of other ways of choosing: "only <variant>" with its own best options; "one
+                            window schedule", the policy with SPEC_SCHEDULE for all token counts and kinds; and "default
+                            schedule" if the kernel's default was measured
     best_single_variant     the better of the "only ..." ways
     table_gain              what an unrestricted table, one entry per cell, would gain in geometric mean
-    token_tables_gain       what a schedule of its own for each token count and kind would gain over KdaSplit's cells
+    token_tables_gain       what the fastest schedule in each window cell would still gain where KdaSplit is picked
+    slower_than_default     cells where the policy loses to the default schedule by more than the tie band: (cell, ratio
+                            lost); None if that wasn't measured
+    cliffs                  of the policy, see Cliff
     intervals               STOCK_ITEMS by kind: 90 % bootstrap interval over processes, None with fewer than two
+    other_intervals         the same of other thresholds whose variant was measured, by name
     flips                   cells whose winner loses more than the tie band with generic inputs: (cell, ratio lost)
     """
 
@@ -217,7 +241,10 @@ class Evidence:
     best_single_variant: str | None
     table_gain: float
     token_tables_gain: float
-    intervals: Mapping[str, tuple[int | None, int | None] | None]
+    slower_than_default: tuple[tuple[Cell, float], ...] | None
+    cliffs: tuple[Cliff, ...]
+    intervals: Mapping[str, Interval | None]
+    other_intervals: Mapping[str, Mapping[str, Interval | None]]
     flips: tuple[tuple[Cell, float], ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -226,6 +253,36 @@ class Evidence:
 
 def count_statuses(records: Iterable[Record]) -> dict[str, int]:
     return dict(sorted(Counter(r.status for r in records).items()))
+
+
+def slower_than(grid: Grid, picked: Ints, candidate: int) -> tuple[tuple[Cell, float], ...]:
+    """Cells where what is picked is slower than a candidate by more than the tie band, and the ratio lost."""
+    lost = log_regret(grid, picked) - (grid.log_us[:, candidate] - grid.best)
+    return tuple((grid.cells[row], math.expm1(lost[row])) for row in np.flatnonzero(lost > math.log1p(TIE)))
+
+
+def find_cliffs(grid: Grid, picked: Ints, explain: Callable[..., Any]) -> tuple[Cliff, ...]:
+    """Where a policy is slower than with more requests, of the same kind, tokens and heads; see Cliff."""
+    times = log_regret(grid, picked) + grid.best
+    limit = math.log1p(CLIFF)
+    series: dict[tuple[object, ...], list[int]] = {}
+    for row in np.flatnonzero(~np.isnan(times)):
+        cell = grid.cells[row]
+        series.setdefault((cell.kind, cell.tokens, cell.heads), []).append(int(row))
+    found = []
+    for rows in series.values():
+        rows.sort(key=lambda row: grid.cells[row].requests)
+        for i, row in enumerate(rows[:-1]):
+            faster = min(rows[i + 1 :], key=lambda other: times[other])
+            if times[row] - times[faster] <= limit or grid.best[row] - times[faster] > limit:
+                continue
+            cell, other = grid.cells[row], grid.cells[faster]
+            same = grid.of(grid.candidates[picked[faster]].variant)
+            avoids = np.fmin.reduce(grid.log_us[row, same]) - times[faster] <= limit
+            blamed = other if avoids else cell
+            rule = explain(blamed.heads, blamed.requests, blamed.tokens, blamed.kind).rule
+            found.append(Cliff(cell, other, math.expm1(times[row] - times[faster]), rule))
+    return tuple(found)
 
 
 def find_flips(grid: Grid, other: Grid) -> tuple[tuple[Cell, float], ...]:

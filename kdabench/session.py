@@ -102,12 +102,14 @@ def run_sweep(
     listener: Listener = lambda event: None,
     plan: Plan | None = None,
     share: Share = WHOLE,
+    retry: bool = False,
     worker_main: WorkerMain = worker.main,
 ) -> Summary:
     """Measure what is left of `sweep` on "cuda:N", or replay it from `results`; everything is kept in out/<stem>.db.
 
     budget_s     no further cell starts after this many seconds
     share        (k, n): every n-th cell from the k-th on, for n GPUs or machines; `merge` joins their journals
+    retry        first forget the (cell, process) pairs in which a candidate failed
     worker_main  what a worker process runs
     Raises JournalError or JournalBusy for the journal, ValueError for records that can't be replayed.
     """
@@ -120,6 +122,8 @@ def run_sweep(
         path = out / f"{sweep.stem}.replay.db"
         _drop_stale_replay(path, digest)
     with Journal.open(path, digest, sweep.question, replay=replay) as journal:
+        if retry:
+            journal.reopen_failed()
         cells = sweep.cells[share[0] - 1 :: share[1]]
         todo = [
             (cell, process)

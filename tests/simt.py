@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import builtins
 import ctypes
+import importlib
 import importlib.util
 import math
 import random
@@ -20,11 +21,13 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 
 KERNELS = Path(__file__).parent.parent / "kernels" / "kda_kernels"
 WARP = 32
@@ -724,3 +727,37 @@ def _run_cta(cta: _Cta, kernel: Callable[..., None], arguments: Sequence[Any]) -
         raise RuntimeError(f"threads left at barriers: {cta.turns.arrived}")
     assert all(cta.waited_for_previous), "some threads never waited for the previous launch"
     return max(tops)
+
+
+class _Passed:
+    """In place of a loaded binary: keeps what a launch passes."""
+
+    def launch(self, grid: tuple[int, int, int], values: Sequence[Any], stream: int, pdl: bool) -> None:
+        self.grid, self.values = grid, values
+
+
+def run_step(module: ModuleType, kernel: Callable[..., None], problem: Any, spec: Any, operands: Any, seed: int) -> int:
+    """Launch a step of a variant that `load` gave, on operands in the CPU's memory; returns the shared memory used."""
+    plan = module.plan(problem, spec)
+    passed = _Passed()
+    launcher = module.cubin.launcher
+    module.cubin.launcher = lambda _: passed
+    try:
+        module.launch(module.Compiled(None, plan, False), operands, 0)
+    finally:
+        module.cubin.launcher = launcher
+    prototypes = module._arguments(plan)
+    arguments = [type(a)(v) for a, v in zip(prototypes, passed.values, strict=False)]
+    storages = [getattr(operands, f.name) for f in fields(operands)]
+    spans = [
+        (t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in storages if isinstance(t, torch.Tensor)
+    ]
+    return run(kernel, [*arguments, prototypes[-1]], grid=passed.grid, threads=plan.threads, spans=spans, seed=seed)
+
+
+def asked_copies(thread: int, function: Callable[..., None], *arguments: Any) -> list[tuple[int, int, int]]:
+    """(shared address, global address, bytes) of the cp.async that a thread issues in a function."""
+    cta = SimpleNamespace(warps=[SimpleNamespace()] * (thread // WARP + 1))
+    _local.thread = _Thread(cta, thread)  # type: ignore[arg-type]
+    function(*arguments)
+    return _me().copies

@@ -169,6 +169,18 @@ def test_the_budget_stops_between_cells_and_the_rest_follows(tmp_path: Path) -> 
     assert run(sweep, tmp_path).done == 4
 
 
+def test_retry_measures_again_only_where_a_candidate_failed(tmp_path: Path) -> None:
+    sweep = make_sweep(tmp_path, requests=(1,), processes=2)
+    failed = run(sweep, tmp_path, wrong)
+    again = session.run_sweep(
+        sweep, device="cuda:0", out=tmp_path, results=tmp_path, plan=PLAN, retry=True, worker_main=well_behaved
+    )
+    # Process 1 never met the bad candidate: process 0 had ruled it out.
+    kept = [r for r in failed.records if r.process == 1]
+    assert [r for r in again.records if r.process == 1] == kept
+    assert {r.candidate: r.status for r in again.records if r.process == 0} == dict.fromkeys((GOOD, BETTER, BAD), "ok")
+
+
 def test_shares_of_a_sweep_join_to_the_whole(tmp_path: Path) -> None:
     sweep = make_sweep(tmp_path, requests=(1, 2, 3))
     parts = []

@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kda_kernels import variants
+from kda_kernels.gpu import Gpu
 from kdabench import sweep
+from kdabench.cli.inputs import known_specs
 from kdabench.records import Candidate
 from kdabench.sweep import SweepError, wave_requests
 
@@ -200,34 +203,44 @@ def test_any_value_anywhere_loads_or_fails_cleanly(
     loads_or_fails_cleanly(path)
 
 
+def standard(name: str) -> sweep.Sweep:
+    return sweep.load(SWEEPS / f"{name}.toml", known_specs(), SMS)
+
+
 @pytest.mark.parametrize("name", ["dispatch", "quick", "targets", "commit", "splits"])
 def test_standard_files(name: str) -> None:
-    found = sweep.load(SWEEPS / f"{name}.toml", KNOWN, SMS)
+    found = standard(name)
     assert found.question.endswith(("?", "."))
-    assert found.processes == (1 if name == "quick" else 3)
+    assert found.processes == (1 if name in ("quick", "splits") else 3)
     assert {c.context for c in found.cells} == {"layer" if name in ("dispatch", "quick") else "isolated"}
-    assert len(found.cells) * len(found.candidates) * found.processes < 15_000
+    assert len(found.cells) * len(found.candidates) * found.processes < 25_000
+    gpu = Gpu("sm_90a", SMS)
+    for candidate in found.candidates:
+        module = variants.load(candidate.variant)
+        spec = variants.make_spec(candidate.variant, candidate.spec)
+        reasons = [module.unsupported(cell.problem, spec, gpu) for cell in found.cells]
+        assert None in reasons, f"{candidate} runs in no cell: {reasons[0]}"
 
 
 def test_the_dispatch_sweep_covers_the_policy() -> None:
-    found = sweep.load(SWEEPS / "dispatch.toml", KNOWN, SMS)
+    found = standard("dispatch")
     assert {(c.kind, c.tokens) for c in found.cells} == {
         ("decode", 1), ("record", 2), ("record", 4), ("record", 8), ("spec", 4)}  # fmt: skip
     requests = {c.requests for c in found.cells if c.heads == 12 and c.kind == "decode"}
     assert {1, 2, 4, 8, 16, 32, 64, 128, 256} < requests
     assert requests >= set(wave_requests(12, [1, 2, 4, 8], SMS, 1, 256))
-    assert len(found.candidates) == 9
+    splits = {(c.spec.get("split"), c.spec.get("pdl", False)) for c in found.candidates if c.variant == "KdaSplit"}
+    assert {(split, False) for split in (1, 2, 4, 8)} < splits
+    assert any(pdl for _, pdl in splits)
 
 
 def test_commits_fit_into_memory() -> None:
-    """Both pages of every item and its records, over all layers: about 100 GB of a 139 GB GPU."""
+    """Both pages of every item and its records, over all layers, in a 139 GB GPU."""
     page = 32 * 1024
-    sizes = [
-        c.layers * c.requests * c.heads * (2 * page + 1024 * c.tokens)
-        for c in sweep.load(SWEEPS / "commit.toml", KNOWN).cells
-    ]
-    assert 80e9 < max(sizes) < 100e9
-    items = [c.items for c in sweep.load(SWEEPS / "commit.toml", KNOWN).cells if c.layers == 1]
+    cells = standard("commit").cells
+    sizes = [c.layers * c.items * (2 * page + 1024 * c.tokens) for c in cells]
+    assert 50e9 < max(sizes) < 100e9
+    items = [c.items for c in cells if c.layers == 1]
     assert (min(items), max(items)) == (12, 24576)
 
 

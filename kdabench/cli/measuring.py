@@ -34,6 +34,9 @@ def sweep(
     device: DeviceChoice = "auto",
     budget: Budget = None,
     share: Share = "1/1",
+    retry: Annotated[
+        bool, typer.Option("--retry", help="Measure again the cells in which a candidate failed.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Count cells and estimate the time; measure none.")
     ] = False,
@@ -61,7 +64,9 @@ def sweep(
     if dry_run:
         _estimate(plan, target, as_json)
         return
-    summary = run(plan, target, device, out=out, results=results, budget=budget, as_json=as_json, share=part)
+    summary = run(
+        plan, target, device, out=out, results=results, budget=budget, as_json=as_json, share=part, retry=retry
+    )
     if as_json:
         console.emit_json(summary_json(summary, target))
     else:
@@ -81,6 +86,7 @@ def run(
     budget: float | None,
     as_json: bool,
     share: tuple[int, int] = (1, 1),
+    retry: bool = False,
 ) -> Summary:
     """Sweep with progress on stderr; the first line says whether it measures or replays."""
     from kdabench import session
@@ -93,7 +99,14 @@ def run(
     inputs.require_writable(out)
     with console.user_input(), console.progress() as listener:
         return session.run_sweep(
-            plan, device=target.choice, out=out, results=results, budget_s=budget, share=share, listener=listener
+            plan,
+            device=target.choice,
+            out=out,
+            results=results,
+            budget_s=budget,
+            share=share,
+            retry=retry,
+            listener=listener,
         )
 
 

@@ -22,9 +22,10 @@ CORRECTIONS_NORM = {torch.float32: 1e-3, torch.bfloat16: 5e-3}
 """By dtype of the state."""
 STATE_NORM = {torch.float32: 1e-4, torch.bfloat16: 4e-3}
 
-ITEM_FACTOR = 16
-"""No single item's norm error may exceed the tolerance of the whole by more: one wrong item of thousands drowns in a
-norm over all, while one BF16 tie that fell the other way exceeds the plain tolerance in its own item."""
+ITEM_NORM = 5e-2
+"""Beside the norm over all, in which one wrong item of thousands would drown. Far above the tolerances, because a raw
+gate at a BF16 tie may fall either way: with A up to 16 that moves a key channel's decay by up to 16 %, 1.4e-2 of the
+state of its item, and several tokens may have one. An item that is lost, swapped or not written is off by about 1."""
 
 TIE_FRACTION = 2**-6
 """Part of the rounding distance (half a BF16 ulp) within which a value counts as a tie."""
@@ -138,7 +139,7 @@ def _check_pages(
         changed += (bits * ~written[part]).sum()
     checks.add(f"{name}: norm error", _ratio(error.sum(), norm.sum()), tolerance)
     worst = _ratio(error, norm).max() if error.numel() else error.sum()
-    checks.add(f"{name}: norm error of one item", worst, ITEM_FACTOR * tolerance)
+    checks.add(f"{name}: norm error of one item", worst, ITEM_NORM)
     _count(checks, f"{name}: elements changed in pages not to be written", changed)
 
 

@@ -16,7 +16,13 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-_MODULES = {"KdaSplit": "split", "KdaCommit": "commit", "stock": "stock"}
+_MODULES = {
+    "KdaSplit": "split",
+    "KdaWide": "wide",
+    "KdaWS": "ws",
+    "KdaCommit": "commit",
+    "stock": "stock",
+}
 
 NAMES = tuple(_MODULES)
 

@@ -1,0 +1,162 @@
+"""KdaWide on a GPU against the float64 reference, on awkward shapes, with poisoned outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_gpu_split import any_strides, bf16_weights, longer_window
+
+from kda_kernels import compare, reference, wide
+from kda_kernels.gpu import current_gpu
+from kda_kernels.operands import StepOperands, make_step
+from kdabench.problem import Problem
+
+pytestmark = pytest.mark.gpu
+
+KINDS = (
+    ("decode", 1, "recurrence"),
+    *(("record", q, "chunked") for q in range(2, 9)),
+    ("record", 8, "recurrence"),
+    ("record", 3, "recurrence"),
+    ("spec", 8, "recurrence"),
+    ("spec", 3, "recurrence"),
+)
+FEW = tuple(KINDS[i] for i in (0, 2, 3, 7, 8, 11))
+
+
+def checked(problem: Problem, of: wide.Spec, operands: StepOperands) -> None:
+    """Poison, launch, compare everything that the step may and may not write."""
+    compiled = wide.compile(problem, of, current_gpu())
+    expected = reference.step(problem, operands)
+    compare.poison(operands)
+    wide.launch(compiled, operands, torch.cuda.current_stream().cuda_stream)
+    torch.cuda.synchronize()
+    assert compare.check_step(problem, operands, expected) is None
+
+
+@pytest.mark.parametrize(("kind", "tokens", "form"), KINDS)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("gate_mode", [0, 1])
+@pytest.mark.parametrize("inputs", ["model", "generic"])
+def test_every_kind(kind: Any, tokens: int, form: Any, dtype: Any, gate_mode: int, inputs: Any) -> None:
+    problem = Problem(kind, 37, 3, tokens, state_dtype=dtype)
+    operands = make_step(problem, seed=tokens, pad=64, null_requests=(0, 7, 36), inputs=inputs)
+    checked(problem, wide.Spec(form, gate_mode=gate_mode), operands)
+
+
+@pytest.mark.parametrize("heads", [1, 6, 8, 12, 24, 64, 96])
+@pytest.mark.parametrize(("kind", "tokens", "form"), FEW)
+@pytest.mark.parametrize("pdl", [False, True])
+def test_heads_that_fill_the_machine(heads: int, kind: Any, tokens: int, form: Any, pdl: bool) -> None:
+    problem = Problem(kind, 16, heads, tokens)
+    checked(problem, wide.Spec(form, pdl=pdl), make_step(problem, seed=heads, null_requests=(3,)))
+
+
+@pytest.mark.parametrize(("kind", "tokens", "form"), FEW)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("choices", [{"evict": True}, {"stream_hints": True}, {"terms": 1}], ids=str)
+def test_choices(kind: Any, tokens: int, form: Any, dtype: Any, choices: dict[str, Any]) -> None:
+    problem = Problem(kind, 9, 6, tokens, state_dtype=dtype)
+    operands = make_step(problem, seed=1, pad=16, null_requests=(4,), inputs="generic")
+    checked(problem, wide.Spec(form, **choices), operands)
+
+
+@pytest.mark.parametrize(("kind", "tokens"), [("record", 4), ("spec", 4)])
+@pytest.mark.parametrize("choices", [{"staging": "registers"}, {"gate_mode": 2}, {"threads": 512}], ids=str)
+def test_choices_of_the_recurrence(kind: Any, tokens: int, choices: dict[str, Any]) -> None:
+    problem = Problem(kind, 9, 6, tokens)
+    checked(problem, wide.Spec(**choices), make_step(problem, seed=1, pad=16, null_requests=(4,), inputs="generic"))
+
+
+@pytest.mark.parametrize(("kind", "tokens", "form"), FEW)
+@pytest.mark.parametrize("layout", ["dim-first", "window-major"])
+@pytest.mark.parametrize(
+    ("change", "choices"),
+    [
+        (lambda o: o, {}),
+        (any_strides, {"streamable": False}),
+        (longer_window, {"window": 13}),
+        (bf16_weights, {"conv_weight_dtype": "bf16"}),
+        (lambda o: replace(o, conv_bias=None), {}),
+    ],
+    ids=["plain", "any strides", "longer window", "bf16 weights", "no bias"],
+)
+def test_layouts_and_weights(
+    kind: Any,
+    tokens: int,
+    form: Any,
+    layout: Any,
+    change: Callable[[StepOperands], StepOperands],
+    choices: dict[str, Any],
+) -> None:
+    problem = Problem(kind, 5, 3, tokens, conv_layout=layout)
+    checked(problem, wide.Spec(form, **choices), change(make_step(problem, seed=2, null_requests=(1, 4))))
+
+
+@pytest.mark.parametrize("tokens", [2, 4, 8])
+def test_records_longer_than_the_window_in_any_order(tokens: int) -> None:
+    problem = Problem("record", 6, 3, tokens)
+    o = make_step(problem, seed=3)
+    assert o.record_rows is not None
+    rows = o.record_rows + 2
+    rows[3] = -4
+    corrections = torch.randn(9, 3, tokens + 3, 128, device="cuda")
+    key_gates = torch.randn(9, 3, tokens + 3, 256, device="cuda").to(torch.bfloat16)
+    o = replace(o, corrections=corrections, key_gates=key_gates, record_rows=rows)
+    checked(problem, wide.Spec("chunked"), o)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("bound", [-7.5, -5.0, -0.01])
+def test_gates_at_their_bounds(dtype: Any, bound: float) -> None:
+    """Decays that come to e^-60 over eight tokens, and such that hardly decay."""
+    problem = Problem("record", 8, 3, 8, state_dtype=dtype)
+    o = make_step(problem, seed=4, lower_bound=bound)
+    o.dt_bias[::2] = 20
+    o.dt_bias[1::4] = -20
+    checked(problem, wide.Spec("chunked"), o)
+
+
+@pytest.mark.parametrize(("kind", "tokens", "form"), [("decode", 1, "recurrence"), ("record", 2, "chunked")])
+def test_offsets_beyond_32_bits(kind: Any, tokens: int, form: Any) -> None:
+    problem = Problem(kind, 2, 12, tokens)
+    small = make_step(problem, seed=5)
+    last = 2**31 // (12 * 128 * 128) + 8  # pages whose first element lies past 2^31
+    used = torch.arange(1, small.state.shape[0], device="cuda")
+    state = torch.empty((last + 1, 12, 128, 128), device="cuda")
+    window = torch.zeros((last + 1, *small.conv_state.shape[1:]), dtype=torch.bfloat16, device="cuda")
+    state[last - used] = small.state[used]
+    window[last - used] = small.conv_state[used]
+    large = replace(small, state=state, conv_state=window, slots=last - small.slots)
+    compiled = wide.compile(problem, wide.Spec(form), current_gpu())
+    for operands in (small, large):
+        wide.launch(compiled, operands, torch.cuda.current_stream().cuda_stream)
+        if operands is small:
+            out = small.out.clone()
+    torch.cuda.synchronize()
+    assert torch.equal(large.out, out)
+    assert torch.equal(state[last - used], small.state[used])
+    assert torch.equal(window[last - used], small.conv_state[used])
+
+
+@pytest.mark.parametrize(("kind", "tokens", "form"), FEW)
+def test_repeated_launches_agree(kind: Any, tokens: int, form: Any) -> None:
+    """A chain of launches with programmatic edges over eight layers; bits depend on the inputs alone."""
+    problem = Problem(kind, 33, 12, tokens)
+    compiled = wide.compile(problem, wide.Spec(form, pdl=True), current_gpu())
+    runs = []
+    for _ in range(2):
+        layers = [make_step(problem, seed=6 + i) for i in range(8)]
+        for _ in range(5):
+            for operands in layers:
+                wide.launch(compiled, operands, torch.cuda.current_stream().cuda_stream)
+        torch.cuda.synchronize()
+        runs.append(layers)
+    for first, second in zip(*runs, strict=True):
+        for name in ("out", "state", "conv_state", "corrections", "key_gates"):
+            a, b = getattr(first, name), getattr(second, name)
+            assert a is b is None or torch.equal(a.nan_to_num(), b.nan_to_num())

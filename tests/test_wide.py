@@ -1,0 +1,328 @@
+"""KdaWide without a GPU: its rules and arithmetic, its source run thread by thread, what the compiler made of it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import simt
+import torch
+
+from kda_kernels import chunked, compare, cubin, reference, wide
+from kda_kernels.gpu import Gpu
+from kda_kernels.operands import make_step
+from kdabench.problem import HEAD_DIM, Problem
+
+H200 = Gpu("sm_90a", 132)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> object:
+    """Binaries are compiled here, not taken from an earlier run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KDA_KERNELS_CACHE", str(tmp_path_factory.mktemp("cubin")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def emulated() -> ModuleType:
+    return simt.load("blocks", "split", "chunked", "wide")["wide"]
+
+
+def problem(kind: str = "record", tokens: int = 8, state_dtype: str = "fp32", **more: Any) -> Problem:
+    return Problem(kind, 4, 6, tokens, state_dtype=state_dtype, **more)  # type: ignore[arg-type]
+
+
+CHUNKED = wide.Spec(form="chunked")
+
+
+@pytest.mark.parametrize(
+    ("of", "spec", "reason"),
+    [
+        (Problem("replay", 4, 6, 4, pending=2), CHUNKED, "kind=replay"),
+        (Problem("commit", 4, 6, 4), wide.Spec(), "kind=commit"),
+        (problem("spec", 4), CHUNKED, "does not write the state"),
+        (problem("decode", 1), CHUNKED, "does not write the state"),
+        (problem(), wide.Spec(form="serial"), "form='serial'"),  # type: ignore[arg-type]
+        (problem(), replace(CHUNKED, threads=512), "threads=512"),
+        (problem(), replace(CHUNKED, gate_mode=2), "gate_mode=2"),
+        (problem(), replace(CHUNKED, staging="registers"), "staging='registers'"),
+        (problem(), replace(CHUNKED, terms=3), "terms=3"),
+        (problem(), replace(CHUNKED, window=9), "window=9"),
+        (problem("decode", 1), wide.Spec(gate_mode=2), "gate_mode=2"),
+        (problem("decode", 1), wide.Spec(threads=512), "threads=512"),
+        (problem("decode", 1), wide.Spec(conv_weight_dtype="fp16"), "conv_weight_dtype"),  # type: ignore[arg-type]
+        (problem("spec", 4), wide.Spec(threads=128), "threads=128"),
+        (Problem("record", 70_000, 1, 4), CHUNKED, "requests=70000"),
+    ],
+)
+def test_unsupported(of: Problem, spec: wide.Spec, reason: str) -> None:
+    found = wide.unsupported(of, spec, H200)
+    assert found is not None
+    assert reason in found
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        wide.compile(of, spec, H200)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("layout", ["dim-first", "window-major"])
+@pytest.mark.parametrize("streamable", [True, False])
+def test_supported(dtype: str, layout: str, streamable: bool) -> None:
+    for tokens in range(1, 9):
+        for kind in ("decode",) if tokens == 1 else ("record", "spec"):
+            spec = wide.Spec("chunked" if kind == "record" else "recurrence", streamable=streamable)
+            assert wide.unsupported(problem(kind, tokens, dtype, conv_layout=layout), spec, H200) is None
+
+
+def assert_resources(compiled: wide.Compiled, ctas: int) -> None:
+    found = compiled.resources
+    assert found.stack_bytes == 0
+    assert found.smem_bytes == compiled.plan.smem_bytes
+    assert found.ctas_per_sm >= ctas
+    assert wide.KERNELS[0] in compiled.binary.symbol
+    assert len(compiled.binary.parameters) == 28
+
+
+@pytest.mark.parametrize(("arch", "tokens"), [*(("sm_90a", q) for q in range(2, 9)), ("sm_100a", 4), ("sm_100a", 8)])
+@pytest.mark.parametrize(("dtype", "ctas"), [("fp32", 2), ("bf16", 3)])
+def test_chunked_residency_and_no_spills(arch: str, tokens: int, dtype: str, ctas: int) -> None:
+    assert_resources(wide.compile(problem(tokens=tokens, state_dtype=dtype), CHUNKED, Gpu(arch, 132)), ctas)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        replace(CHUNKED, gate_mode=1, window=16, evict=True),
+        replace(CHUNKED, streamable=False),
+        replace(CHUNKED, conv_weight_dtype="bf16", terms=1),
+    ],
+)
+@pytest.mark.parametrize(("dtype", "ctas"), [("fp32", 2), ("bf16", 3)])
+def test_chunked_choices(spec: wide.Spec, dtype: str, ctas: int) -> None:
+    layout = "dim-first" if spec.gate_mode == 1 else "window-major"
+    assert_resources(wide.compile(problem(state_dtype=dtype, conv_layout=layout), spec, H200), ctas)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize(("dtype", "ctas"), [("fp32", 3), ("bf16", 4)])
+@pytest.mark.parametrize("layout", ["dim-first", "window-major"])
+def test_decode_residency_and_no_spills(arch: str, dtype: str, ctas: int, layout: str) -> None:
+    spec = wide.Spec(gate_mode=1, stream_hints=layout == "dim-first")
+    assert_resources(wide.compile(problem("decode", 1, dtype, conv_layout=layout), spec, Gpu(arch, 132)), ctas)
+
+
+@pytest.mark.parametrize("kind", ["spec", "record"])
+@pytest.mark.parametrize(("staging", "ctas"), [("shared", 1), ("registers", 2)])
+def test_recurrence_of_windows(kind: str, staging: str, ctas: int) -> None:
+    assert_resources(wide.compile(problem(kind, 4), wide.Spec(staging=staging, gate_mode=1), H200), ctas)  # type: ignore[arg-type]
+
+
+def test_sizes_and_launch_options_share_one_binary() -> None:
+    first = wide.compile(problem(), CHUNKED, H200)
+    second = wide.compile(Problem("record", 1, 96, 8), replace(CHUNKED, pdl=True, stream_hints=True), H200)
+    assert first.binary == second.binary  # the time it took to compile is part of it
+    assert (first.pdl, second.pdl) == (False, True)
+
+
+def test_the_state_stays_out_of_registers_and_local_memory(tmp_path: Path) -> None:
+    import triton
+
+    path = tmp_path / "wide.cubin"
+    path.write_bytes(wide.compile(problem(), CHUNKED, H200).binary.image)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    sass = subprocess.run([tool, "-c", path], check=True, capture_output=True, text=True).stdout
+    assert not re.findall(r"\b(?:STL|LDL)\b", sass)
+    # Gate 8, A and B 6, state 48, T and C 4.
+    assert len(re.findall(r"\bHMMA\.16816\.F32\.BF16\b", sass)) == 8 + 6 + 48 + 4
+    assert len(re.findall(r"\bLDG\.E\.64\b", sass)) == 16  # gate weights
+    assert len(re.findall(r"\bLDGSTS\.E\.BYPASS\.128\b", sass)) >= 16
+    # The state's copies follow the gate weights, so that these don't queue behind them.
+    assert max(m.start() for m in re.finditer(r"\bLDG\b", sass)) < sass.rindex("LDGSTS.E.BYPASS.128")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_cells_cover_a_state_once(emulated: ModuleType, dtype: str) -> None:
+    """Every 16 bytes of a page come to one cell, and a warp's cells hold the rows that its lanes multiply."""
+    m = emulated
+    item_bytes = 4 if dtype == "fp32" else 2
+    for kind, tokens in (("record", 8), ("decode", 1)):
+        spec = m.Spec("chunked" if kind == "record" else "recurrence")
+        P = m.plan(problem(kind, tokens, dtype), spec)
+        cells, units = set(), set()
+        for thread in range(256):
+            warp, lane = simt.Int32(thread // 32), simt.Int32(thread % 32)
+            for group in range(4):
+                if kind == "record":
+                    copies = simt.asked_copies(
+                        thread, m.chunked.copy_state, simt.Int32(16 * thread), simt.Int64(0), group, warp, lane,
+                        simt.Int64(0), False, P,
+                    )  # fmt: skip
+                else:
+                    item = simt.Int64(0) + m._row_piece(warp, lane, P)
+                    copies = simt.asked_copies(
+                        thread, m.stage_rows, simt.Int32(16 * thread), item, group, simt.Int64(0), P
+                    )
+                for shared, address, nbytes in copies:
+                    assert nbytes == 16
+                    row, column = divmod(address // item_bytes, HEAD_DIM)
+                    assert row // 16 == thread // 32
+                    if kind == "record":
+                        cell = shared // 4096
+                        g, t = thread % 32 // 4, thread % 4
+                        assert row % 16 == 2 * g + cell % 2
+                        width = 16 // item_bytes
+                        assert column == 4 * width * (cell // 2) + width * t
+                        # The halves of a bf16 cell, or a whole fp32 cell, meet the vectors' columns in their step.
+                        for half in range(width // 4):
+                            step = width // 4 * (cell // 2) + half
+                            assert P.quad_place(column // 4 + half) == (step, t)
+                    cells.add(shared)
+                    units.add(address)
+        assert cells == units == set(range(0, HEAD_DIM * HEAD_DIM * item_bytes, 16))
+
+
+def split_terms(x: torch.Tensor, rounded: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    bits = x.float().view(torch.int32)
+    high = x.bfloat16().float() if rounded else (bits & -65536).view(torch.float32)
+    return high.double(), (x.float() - high).bfloat16().double()
+
+
+def test_precision_of_split_products() -> None:
+    """State truncated, vectors rounded, two terms each, three products; and what fewer would give."""
+    g = torch.Generator().manual_seed(1)
+    S = torch.randn(64, 128, 128, generator=g) * 0.3
+    x = torch.randn(64, 128, 16, generator=g) / 128**0.5
+    exact = S.double() @ x.double()
+    s_high, s_low = split_terms(S, rounded=False)
+    x_high, x_low = split_terms(x, rounded=True)
+
+    def error(y: torch.Tensor) -> float:
+        return float((y - exact).norm() / exact.norm())
+
+    assert error(s_high @ x_high + s_high @ x_low + s_low @ x_high) < 1e-5
+    assert error(s_high @ x_high) > 1e-3  # one term each fails
+    bf16 = S.bfloat16().double()
+    of_bf16 = bf16 @ x.double()
+    assert float((bf16 @ x_high - of_bf16).norm() / of_bf16.norm()) < 4e-3 < 5e-3  # one term passes for a BF16 state
+
+
+@pytest.mark.parametrize("tokens", [2, 5, 8])
+def test_triangles_replace_the_substitution(tokens: int) -> None:
+    """u = T r and o = y + C r, and k / Gamma stays in range, for the strongest decay that a launch takes."""
+    g = torch.Generator().manual_seed(tokens)
+    S = torch.randn(3, 128, 128, generator=g, dtype=torch.float64) * 0.3
+    k, q, v = torch.randn(3, 3, tokens, 128, generator=g, dtype=torch.float64)
+    k, q = reference.normalized(k), reference.normalized(q) * 128**-0.5
+    lowest = chunked.MIN_LOG_GAMMA / tokens
+    decay = torch.rand(3, tokens, 128, generator=g, dtype=torch.float64) * lowest
+    decay[..., 0] = lowest
+    beta = torch.rand(3, tokens, generator=g, dtype=torch.float64)
+    gamma = decay.cumsum(-2).exp()
+    assert (k / gamma).abs().max() < torch.finfo(torch.bfloat16).max / 128
+    pairs = (gamma * k) @ (k / gamma).transpose(-1, -2)
+    A, B = pairs.tril(-1), ((gamma * q) @ (k / gamma).transpose(-1, -2)).tril()
+    T = torch.linalg.solve(torch.eye(tokens, dtype=torch.float64) + beta[..., None] * A, torch.diag_embed(beta))
+    r = v - (gamma * k) @ S.transpose(-1, -2)
+    outputs, corrections = reference.recurrence(S.clone(), k, q, v, decay, beta)
+    torch.testing.assert_close(T @ r, corrections, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close((gamma * q) @ S.transpose(-1, -2) + B @ T @ r, outputs, rtol=1e-9, atol=1e-9)
+
+
+CASES = {
+    "record 8": (problem(), CHUNKED, {}),
+    "record 3, bf16, window-major": (
+        problem(tokens=3, state_dtype="bf16", conv_layout="window-major"),
+        replace(CHUNKED, terms=1, gate_mode=1, conv_weight_dtype="bf16"),
+        {"inputs": "generic"},
+    ),
+    "record 5, any layout": (
+        problem(tokens=5, conv_layout="window-major"),
+        replace(CHUNKED, streamable=False),
+        {"conv_bias": False},
+    ),
+    "decode": (problem("decode", 1), wide.Spec(), {}),
+    "decode, bf16, window-major": (
+        problem("decode", 1, "bf16", conv_layout="window-major"),
+        wide.Spec(gate_mode=1, stream_hints=True),
+        {"conv_bias": False},
+    ),
+    "spec 2": (problem("spec", 2), wide.Spec(), {}),
+}
+
+
+def emulate(m: ModuleType, of: Problem, spec: wide.Spec, draw: dict[str, Any], seed: int) -> str | None:
+    """A live item and a null one, and with generic records a live one without a record, against the reference."""
+    of = replace(of, requests=3 if draw.get("inputs") == "generic" else 2, heads=1)
+    operands = make_step(of, seed=seed, device="cpu", pad=16, null_requests=(1,), **draw)
+    if spec.conv_weight_dtype == "bf16":
+        bias = operands.conv_bias
+        operands = replace(
+            operands,
+            conv_weight=operands.conv_weight.bfloat16(),
+            conv_bias=None if bias is None else bias.bfloat16(),
+        )
+    if operands.record_rows is not None:
+        rows = operands.record_rows.clone()
+        rows[2:] = -1
+        operands = replace(operands, record_rows=rows)
+    expected = reference.step(of, operands)
+    compare.poison(operands)
+    form = "chunked" if spec.form == "chunked" else "decode" if of.kind == "decode" else "recurrence"
+    used = simt.run_step(m, getattr(m, f"kda_wide_{form}"), of, spec, operands, seed)
+    assert used == m.plan(of, spec).smem_bytes
+    return compare.check_step(of, operands, expected)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_emulation_agrees_with_the_reference(emulated: ModuleType, case: str) -> None:
+    of, spec, draw = CASES[case]
+    assert emulate(emulated, of, spec, draw, seed=len(case)) is None
+
+
+def test_emulation_notices_a_missing_barrier(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(emulated.arch, "sync_threads", lambda: None)
+    assert emulate(emulated, *CASES["decode"], seed=1) is not None
+
+
+class _Recorder:
+    """In place of a loaded binary: keeps what a launch passes."""
+
+    def launch(self, grid: tuple[int, int, int], values: tuple[int | float, ...], stream: int, pdl: bool) -> None:
+        self.grid, self.values, self.stream, self.pdl = grid, values, stream, pdl
+
+
+def test_launch_passes_addresses_and_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = _Recorder()
+    monkeypatch.setattr(cubin, "launcher", lambda _: recorder)
+    of = problem()
+    compiled = wide.compile(of, replace(CHUNKED, pdl=True), H200)
+    operands = make_step(of, seed=1, device="cpu", pad=16)
+    wide.launch(compiled, operands, 7)
+    assert recorder.grid == (6, 4, 1)
+    assert (recorder.stream, recorder.pdl) == (7, True)
+    assert len(recorder.values) == len(compiled.binary.parameters)
+    assert recorder.values[0] == operands.projected.data_ptr()
+    assert recorder.values[-5:] == (8, 6, -5.0, HEAD_DIM**-0.5, 1e-5)
+
+
+def test_launch_refuses_operands_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cubin, "launcher", lambda _: _Recorder())
+    of = problem()
+    compiled = wide.compile(of, CHUNKED, H200)
+    operands = make_step(of, seed=1, device="cpu")
+    wide.launch(compiled, operands, 0)
+    with pytest.raises(ValueError, match="lower_bound is None"):
+        wide.launch(compiled, replace(operands, lower_bound=None), 0)
+    with pytest.raises(ValueError, match="too low for 8 tokens"):
+        wide.launch(compiled, replace(operands, lower_bound=-8.0), 0)
+    with pytest.raises(ValueError, match="state"):
+        wide.launch(compiled, make_step(problem(state_dtype="bf16"), seed=1, device="cpu"), 0)
+    with pytest.raises(ValueError, match="corrections"):
+        wide.launch(compiled, replace(operands, corrections=operands.corrections[:, :, :4]), 0)  # type: ignore[index]
+    with pytest.raises(ValueError, match="conv_state"):
+        wide.launch(compiled, make_step(problem(conv_layout="window-major"), seed=1, device="cpu"), 0)

@@ -1,0 +1,467 @@
+"""KdaWS without a GPU: its rules, the walk over items, the handing on between its groups of warps, its index maps, and
+what the compiler made of it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+import subprocess
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kda_kernels import cubin, ws
+from kda_kernels.gpu import Gpu
+from kda_kernels.operands import StepOperands, make_step
+from kdabench.problem import HEAD_DIM, Problem
+
+GPUS = {"sm_90a": Gpu("sm_90a", 132), "sm_100a": Gpu("sm_100a", 148)}
+H200 = GPUS["sm_90a"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> object:
+    """Binaries are compiled here, not taken from an earlier run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KDA_KERNELS_CACHE", str(tmp_path_factory.mktemp("cubin")))
+        yield
+
+
+def problem(tokens: int = 8, **sizes: Any) -> Problem:
+    return Problem("record", **{"requests": 4, "heads": 6, "tokens": tokens, **sizes})
+
+
+@pytest.mark.parametrize(
+    ("of", "choices", "reason"),
+    [
+        (Problem("decode", 4, 6), {}, "kind=decode"),
+        (Problem("spec", 4, 6, 4), {}, "kind=spec"),
+        (Problem("replay", 4, 6, 4, pending=2), {}, "kind=replay"),
+        (Problem("commit", 4, 6, 4), {}, "kind=commit"),
+        (problem(), {"prologue": 6}, "prologue=6 is not one of 4, 8"),
+        (problem(), {"gate_mode": 2}, "gate_mode=2 is not one of 0, 1"),
+        (problem(), {"terms": 3}, "terms=3"),
+        (problem(), {"terms": 1}, "terms=1: too coarse"),
+        (problem(), {"conv_weight_dtype": "fp16"}, "conv_weight_dtype='fp16'"),
+        (problem(), {"window": 9}, "window=9 must lie in 10..16"),
+        (problem(), {"window": 17}, "window=17 must lie in 10..16"),
+        (problem(), {"window": 16}, "bytes of shared memory exceed"),
+    ],
+)
+def test_unsupported(of: Problem, choices: dict[str, Any], reason: str) -> None:
+    found = ws.unsupported(of, ws.Spec(**choices), H200)
+    assert found is not None
+    assert reason in found
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        ws.compile(of, ws.Spec(**choices), H200)
+
+
+@pytest.mark.parametrize("tokens", range(2, 9))
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("layout", ["dim-first", "window-major"])
+@pytest.mark.parametrize("prologue", [4, 8])
+def test_fits_an_sm(tokens: int, dtype: Any, layout: Any, prologue: Any) -> None:
+    of, spec = problem(tokens, state_dtype=dtype, conv_layout=layout), ws.Spec(prologue=prologue)
+    assert ws.unsupported(of, spec, H200) is None
+    p = ws.plan(of, spec, H200)
+    assert all(size % 16 == 0 for size in p.areas.values())
+    assert p.smem_bytes <= H200.smem_per_block
+    assert p.state_stages >= 2
+    assert p.padded >= tokens
+    product, prologue_registers = ws.PRODUCT, ws.REGISTERS[prologue][0]
+    launched = 65_536 // p.threads // 8 * 8
+    _, product_registers, epilogue_registers = ws.REGISTERS[prologue]
+    taken = prologue * prologue_registers + product * product_registers + ws.EPILOGUE * epilogue_registers
+    assert taken <= launched * p.threads // 32  # or a group would wait for registers that nobody gives back
+    assert epilogue_registers <= product_registers <= launched <= prologue_registers
+
+
+def test_shared_memory_of_the_gpu_decides() -> None:
+    small = Gpu("sm_90a", 132, smem_per_block=200_000)
+    found = ws.unsupported(problem(), ws.Spec(), small)
+    assert found is not None
+    assert "shared memory exceed 200000" in found
+    assert ws.plan(problem(4), ws.Spec(), H200).result_stages == 2
+    assert ws.plan(problem(4, state_dtype="bf16"), ws.Spec(), H200).state_stages == 4
+    tight = ws.plan(problem(4, state_dtype="bf16"), ws.Spec(), Gpu("sm_90a", 132, smem_per_block=140_000))
+    assert (tight.state_stages, tight.result_stages) == (2, 2)
+
+
+# The walk over items. The device functions are plain integer arithmetic: here they run on Python's.
+first_item: Callable[..., Any] = ws.first_item.__wrapped__  # type: ignore[attr-defined]
+next_item: Callable[..., Any] = ws.next_item.__wrapped__  # type: ignore[attr-defined]
+
+
+def items_of(cta: int, per: int, heads: int, requests: int) -> list[tuple[int, int]]:
+    """(head, request) of a CTA's items, in turn."""
+    head, request, first, size = first_item(cta, per, heads, requests)
+    found = []
+    for _ in range(min(per, heads * requests - cta * per)):
+        found.append((int(head), int(request)))
+        head, request, first, size = next_item(head, request, first, size, heads, requests)
+    return found
+
+
+SIZES = [
+    (1, 1),
+    (1, 2),
+    (12, 1),
+    (1, 7),
+    (96, 1),
+    (12, 8),
+    (12, 32),
+    (12, 128),
+    (12, 256),
+    (96, 16),
+    (96, 256),
+    (3, 50),
+]
+
+
+@pytest.mark.parametrize(("heads", "requests"), SIZES)
+@pytest.mark.parametrize("sms", [1, 2, 5, 132, 148])
+def test_ctas_cover_all_items_once(heads: int, requests: int, sms: int) -> None:
+    items = heads * requests
+    per, ctas = ws.schedule(items, sms)
+    assert per >= 2
+    assert ctas <= sms
+    assert (ctas - 1) * per < items <= ctas * per
+    found = [items_of(cta, per, heads, requests) for cta in range(ctas)]
+    assert sorted(itertools.chain(*found)) == list(itertools.product(range(heads), range(requests)))
+
+
+@pytest.mark.parametrize(
+    ("heads", "requests", "changes", "neighbours"),
+    [(12, 128, 0.1, 0.8), (12, 256, 0.1, 0.8), (96, 256, 0.01, 0.6), (96, 16, 0.1, 0.6), (12, 32, 0.2, 0.8)],
+)
+def test_ctas_keep_heads_and_neighbours_share_requests(
+    heads: int, requests: int, changes: float, neighbours: float
+) -> None:
+    """Of a CTA's steps few go to another head; of neighbouring CTAs most are at the same request, one head apart."""
+    per, ctas = ws.schedule(heads * requests, H200.sms)
+    found = [items_of(cta, per, heads, requests) for cta in range(ctas)]
+    steps = [a[0] != b[0] for items in found for a, b in itertools.pairwise(items)]
+    assert sum(steps) <= changes * len(steps)
+    pairs = [(a, b) for x, y in itertools.pairwise(found) for a, b in zip(x, y, strict=False)]
+    near = sum(a[1] == b[1] and abs(a[0] - b[0]) == 1 for a, b in pairs)
+    assert near >= neighbours * len(pairs)
+
+
+def test_schedule_refuses_nothing_to_do() -> None:
+    with pytest.raises(ValueError, match="items=0"):
+        ws.schedule(0, 132)
+
+
+# The pipeline, as the kernel runs it: what each group waits for, reads, writes and announces per item.
+
+
+class Pipeline:
+    """mbarriers and buffers. A buffer's stage holds the item it was written for and must have been read by all."""
+
+    def __init__(self, p: ws.Plan) -> None:
+        counts = {"fragments_full": p.prologue, "fragments_empty": ws.PRODUCT, "results_full": ws.PRODUCT}
+        counts |= {"results_empty": ws.EPILOGUE, "values_empty": ws.EPILOGUE}
+        self.counts = counts
+        self.left: dict[tuple[str, int], int] = {}
+        self.phase: dict[tuple[str, int], int] = defaultdict(int)
+        self.readers = {"fragments": ws.PRODUCT, "results": ws.EPILOGUE, "values": ws.EPILOGUE}
+        self.writers = {"fragments": p.prologue, "results": ws.PRODUCT, "values": p.prologue}
+        self.written: dict[tuple[str, int], Counter[int]] = defaultdict(Counter)  # item -> warps that wrote
+        self.read: dict[tuple[str, int], Counter[int]] = defaultdict(Counter)  # item -> warps that read
+
+    def passes(self, name: str, stage: int, parity: int) -> bool:
+        """Whether the phase of this parity is over, as `mbarrier.try_wait.parity` has it."""
+        return self.phase[name, stage] & 1 != parity
+
+    def arrive(self, name: str, stage: int) -> None:
+        key = (name, stage)
+        self.left[key] = self.left.get(key, self.counts[name]) - 1
+        if self.left[key] == 0:
+            self.left[key] = self.counts[name]
+            self.phase[key] += 1
+
+    def write(self, buffer: str, stage: int, item: int) -> None:
+        held = self.written[buffer, stage]
+        for old in held:
+            assert old <= item
+            assert old == item or self.read[buffer, stage][old] == self.readers[buffer], f"{buffer} {old} still read"
+        held[item] += 1
+
+    def take(self, buffer: str, stage: int, item: int) -> None:
+        held = self.written[buffer, stage]
+        assert max(held) == item, f"{buffer}: item {item} is gone"
+        assert held[item] == self.writers[buffer], f"{buffer}: item {item} isn't complete"
+        self.read[buffer, stage][item] += 1
+
+
+Step = Iterator[tuple[str, int, int] | None]
+
+
+def prologue_warp(x: Pipeline, p: ws.Plan, count: int) -> Step:
+    stage, phase = 0, 1
+    for item in range(count):
+        before = item & 1
+        yield ("fragments_empty", before, (item >> 1 & 1) ^ 1)
+        yield ("values_empty", stage, phase)
+        x.write("fragments", before, item)
+        yield None
+        x.write("values", stage, item)
+        x.arrive("fragments_full", before)
+        stage += 1
+        if stage == ws.VALUE_STAGES:
+            stage, phase = 0, phase ^ 1
+
+
+def product_warp(x: Pipeline, p: ws.Plan, count: int) -> Step:
+    result, phase = 0, 1
+    for item in range(count):
+        yield ("fragments_full", item & 1, item >> 1 & 1)
+        x.take("fragments", item & 1, item)
+        x.arrive("fragments_empty", item & 1)
+        yield ("results_empty", result, phase)
+        x.write("results", result, item)
+        x.arrive("results_full", result)
+        result += 1
+        if result == p.result_stages:
+            result, phase = 0, phase ^ 1
+
+
+def epilogue_warp(x: Pipeline, p: ws.Plan, count: int) -> Step:
+    result, phase, value = 0, 0, 0
+    for item in range(count):
+        yield ("results_full", result, phase)
+        x.take("results", result, item)
+        yield None
+        x.take("values", value, item)
+        x.arrive("results_empty", result)
+        x.arrive("values_empty", value)
+        result += 1
+        if result == p.result_stages:
+            result, phase = 0, phase ^ 1
+        value = (value + 1) % ws.VALUE_STAGES
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 24])
+@pytest.mark.parametrize("result_stages", [1, 2])
+@pytest.mark.parametrize("prologue", [4, 8])
+def test_no_stage_is_overwritten_before_it_is_read(count: int, result_stages: int, prologue: Any) -> None:
+    p = replace(ws.plan(problem(), ws.Spec(prologue=prologue), H200), result_stages=result_stages)
+    for seed in range(30):
+        rng = random.Random(seed)
+        x = Pipeline(p)
+        warps: dict[Step, Any] = {}
+        for make, number in ((prologue_warp, prologue), (product_warp, ws.PRODUCT), (epilogue_warp, ws.EPILOGUE)):
+            for _ in range(number):
+                warps[make(x, p, count)] = None
+        favourites = [rng.random() for _ in warps]
+        order = dict(zip(warps, favourites, strict=True))
+        while warps:
+            ready = [w for w, wait in warps.items() if wait is None or x.passes(*wait)]
+            assert ready, f"deadlock, seed {seed}: {list(warps.values())}"
+            warp = rng.choice(ready) if rng.random() < 0.5 else min(ready, key=order.__getitem__)
+            try:
+                warps[warp] = next(warp)
+            except StopIteration:
+                del warps[warp]
+        for (buffer, _), held in x.written.items():
+            assert set(held.values()) == {x.writers[buffer]}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_the_oldest_group_of_copies_is_the_one_that_is_needed(count: int, stages: int) -> None:
+    """cp.async.wait_group of the product: all but `stages * groups - 1` groups are complete."""
+    groups = 4
+    asked = [(item, group) for item in range(stages) for group in range(groups)]
+    for item in range(count):
+        for group in range(groups):
+            complete = asked[: len(asked) - (stages * groups - 1)]
+            assert complete[-1] == (item, group)
+            asked.append((item + stages, group))  # into the stage that was just read: item % stages
+
+
+# Index maps.
+
+fragment_of: Callable[..., Any] = ws.fragment_of.__wrapped__  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_cells_cover_a_page_once_and_meet_their_fragments(dtype: Any) -> None:
+    p = ws.plan(problem(state_dtype=dtype), ws.Spec(), H200)
+    bytes_ = p.item_bytes
+    seen: Counter[int] = Counter()
+    columns: dict[tuple[int, int], list[int]] = {}  # (step, lane % 4) -> columns of one row
+    for warp, lane, unit in itertools.product(range(ws.PRODUCT), range(32), range(p.units)):
+        at = (warp * 16 + lane // 4) * HEAD_DIM * bytes_ + lane % 4 * 16
+        at += unit // 2 * 64 + unit % 2 * (8 * HEAD_DIM * bytes_)
+        elements = range(at // bytes_, (at + 16) // bytes_)
+        seen.update(elements)
+        row = {e // HEAD_DIM for e in elements}
+        assert row == {warp * 16 + lane // 4 + 8 * (unit % 2)}
+        per_step = 4  # columns of a lane per MMA step
+        for j in range(len(elements) // per_step):
+            step = unit // 2 * (len(elements) // per_step) + j
+            mine = [e % HEAD_DIM for e in elements[per_step * j : per_step * (j + 1)]]
+            assert columns.setdefault((step, lane % 4), mine) == mine
+    assert seen == Counter(range(HEAD_DIM * HEAD_DIM))
+    for quad in range(HEAD_DIM // 4):
+        assert columns[fragment_of(quad, p)] == list(range(4 * quad, 4 * quad + 4))
+
+
+@pytest.mark.parametrize("tokens", range(2, 9))
+@pytest.mark.parametrize("prologue", [4, 8])
+def test_warps_share_the_tokens_and_the_features(tokens: int, prologue: Any) -> None:
+    p = ws.plan(problem(tokens), ws.Spec(prologue=prologue), H200)
+    begins = [w * p.warp_tokens for w in range(prologue) if w * p.warp_tokens < tokens]
+    assert [b + i for b in begins for i in range(p.warp_tokens)] == list(range(p.padded))
+    features = [w * 16 * p.gate_tiles + 16 * tile + row for w in range(prologue) for tile in range(p.gate_tiles)
+                for row in range(16)]  # fmt: skip
+    assert features == list(range(HEAD_DIM))
+    # A and B: every warp of the product takes one tile of vectors and `tiles` steps along K.
+    taken = {(w % p.tiles, w // p.tiles * p.tiles + i) for w in range(ws.PRODUCT) for i in range(p.tiles)}
+    assert taken == set(itertools.product(range(p.tiles), range(8)))
+    assert {w // p.tiles for w in range(ws.PRODUCT)} == set(range(p.partials))
+    assert tokens <= p.vectors // 2
+
+
+@pytest.mark.parametrize("tokens", range(2, 9))
+def test_coefficients_that_are_used_are_loaded(tokens: int) -> None:
+    p = ws.plan(problem(tokens), ws.Spec(), H200)
+    half = p.vectors // 2
+    for s in range(tokens):
+        loaded = {
+            i for i in range(p.vectors // 4) if s + 1 <= i * 4 % half + 3 or (i * 4 >= half and s <= i * 4 % half + 3)
+        }
+        used = {t // 4 for t in range(s + 1, tokens)} | {(half + t) // 4 for t in range(s, tokens)}
+        assert used <= loaded
+
+
+# What the compiler made of it.
+
+GRID = [
+    *((tokens, "fp32", "dim-first", prologue, "sm_90a") for tokens in (2, 4, 8) for prologue in (4, 8)),
+    *((tokens, "bf16", "dim-first", prologue, "sm_90a") for tokens in (4, 8) for prologue in (4, 8)),
+    *((8, dtype, "window-major", 8, "sm_90a") for dtype in ("fp32", "bf16")),
+    (5, "fp32", "window-major", 4, "sm_90a"),
+    *((tokens, "fp32", "dim-first", prologue, "sm_100a") for tokens in (3, 8) for prologue in (4, 8)),
+    (8, "bf16", "window-major", 8, "sm_100a"),
+]
+
+
+@pytest.mark.parametrize(("tokens", "dtype", "layout", "prologue", "arch"), GRID)
+def test_one_cta_per_sm_and_no_spills(tokens: int, dtype: Any, layout: Any, prologue: Any, arch: str) -> None:
+    of = problem(tokens, state_dtype=dtype, conv_layout=layout)
+    check_resources(ws.compile(of, ws.Spec(prologue=prologue), GPUS[arch]))
+
+
+@pytest.mark.parametrize(
+    "choices", [{"gate_mode": 1}, {"conv_weight_dtype": "bf16"}, {"window": 11}, {"gate_mode": 1, "prologue": 4}]
+)
+def test_choices_compile(choices: dict[str, Any]) -> None:
+    check_resources(ws.compile(problem(7), ws.Spec(**choices), H200))
+
+
+def check_resources(compiled: ws.Compiled) -> None:
+    resources, p = compiled.resources, compiled.plan
+    assert ws.KERNELS[0] in compiled.binary.symbol
+    assert resources.stack_bytes == 0
+    assert (resources.threads, resources.cluster) == (p.threads, 1)
+    assert resources.registers == 65_536 // p.threads // 8 * 8
+    assert resources.smem_bytes == p.smem_bytes
+    assert resources.ctas_per_sm == 1
+    assert compiled.binary.parameters == (".u64",) * 21 + (".u32",) * 4 + (".f32",) * 3
+
+
+def test_launch_options_and_sizes_share_a_binary() -> None:
+    first = ws.compile(problem(4), ws.Spec(), H200)
+    second = ws.compile(problem(4, requests=300, heads=96), ws.Spec(pdl=True), Gpu("sm_90a", 114))
+    assert second.binary.image == first.binary.image
+    assert second.binary.compile_s == first.binary.compile_s
+    assert ((first.sms, first.pdl), (second.sms, second.pdl)) == ((132, False), (114, True))
+
+
+def test_the_product_is_on_tensor_cores_and_streams_by_16_bytes(tmp_path: Path) -> None:
+    import triton
+
+    path = tmp_path / "ws.cubin"
+    path.write_bytes(ws.compile(problem(8), ws.Spec(), H200).binary.image)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    sass = subprocess.run([tool, "-c", path], check=True, capture_output=True, text=True).stdout
+    assert len(re.findall(r"\bHMMA\.16816\.F32\.BF16\b", sass)) == 8 + 48 + 6  # gate; state, three products; A and B
+    copies = re.findall(r"\bLDGSTS\.\S+", sass)
+    assert sum(c.endswith("128") and "LTC128B.128" in c for c in copies) >= 2 * 16
+    assert len(re.findall(r"\bUSETMAXREG\b", sass)) == 2  # the product keeps what it is launched with
+    assert not re.findall(r"\b(?:STL|LDL)\b", sass)
+
+
+class _Recorder:
+    """In place of a loaded binary: keeps what a launch passes."""
+
+    def launch(self, grid: tuple[int, int, int], values: tuple[int | float, ...], stream: int, pdl: bool) -> None:
+        self.grid, self.values, self.stream, self.pdl = grid, values, stream, pdl
+
+
+def test_launch_passes_addresses_and_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = problem(4, requests=5, heads=3)
+    recorder = _Recorder()
+    monkeypatch.setattr(cubin, "launcher", lambda _: recorder)
+    compiled = ws.compile(of, ws.Spec(pdl=True), Gpu("sm_90a", 4))
+    o = make_step(of, seed=1, device="cpu", pad=64)
+    ws.launch(compiled, o, 7)
+    assert recorder.grid == (4, 1, 1)  # 15 items, 4 each
+    assert (recorder.stream, recorder.pdl) == (7, True)
+    assert len(recorder.values) == len(compiled.binary.parameters)
+    assert recorder.values[0] == o.projected.data_ptr()
+    assert recorder.values[13] == o.out.data_ptr()
+    assert recorder.values[14:21] == (
+        o.projected.stride(0), 3 * o.dt_bias.shape[0] * 6, 1, 3 * 128 * 128 + 64, 1, 3 * 4 * 128 + 64, 3 * 4 * 256 + 64
+    )  # fmt: skip
+    assert recorder.values[21:25] == (4, 3, 5, 4)
+
+
+def odd(window: torch.Tensor) -> torch.Tensor:
+    """The same window with slots that are not 16-byte aligned."""
+    slots, channels, entries = window.shape
+    storage = torch.zeros(slots * (channels * entries + 1), dtype=window.dtype)
+    return storage.as_strided(window.shape, (channels * entries + 1, entries, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda o: {"lower_bound": None}, "lower_bound"),
+        (lambda o: {"lower_bound": -20.0}, "lower_bound"),
+        (lambda o: {"conv_state": o.conv_state.float()}, "conv_state"),
+        (lambda o: {"conv_state": odd(o.conv_state)}, "conv_state"),
+        (lambda o: {"conv_state": torch.cat((o.conv_state, o.conv_state), 2)}, "conv_state"),
+        (lambda o: {"conv_state": o.conv_state.transpose(1, 2).contiguous().transpose(1, 2)}, "conv_state"),
+        (lambda o: {"conv_state": o.conv_state[:, :, :4]}, "conv_state"),
+        (lambda o: {"conv_weight": o.conv_weight.bfloat16()}, "conv_weight"),
+        (lambda o: {"conv_bias": o.conv_bias.bfloat16()}, "conv_bias"),
+        (lambda o: {"state": o.state.bfloat16()}, "state"),
+        (lambda o: {"state": o.state.transpose(2, 3)}, "state"),
+        (lambda o: {"projected": o.projected[:, 1:]}, "projected"),
+        (lambda o: {"projected": o.projected[1:]}, "projected"),
+        (lambda o: {"projected": o.projected[:, :-16]}, "projected"),
+        (lambda o: {"slots": o.slots.long()}, "slots"),
+        (lambda o: {"slots": o.slots.expand(-1, 5)}, "slots"),
+        (lambda o: {"corrections": o.corrections[:, :, :4]}, "corrections"),
+        (lambda o: {"key_gates": None}, "key_gates"),
+        (lambda o: {"key_gates": torch.cat((o.key_gates, o.key_gates), 2)}, "key_gates"),
+        (lambda o: {"record_rows": o.record_rows.long()}, "record_rows"),
+        (lambda o: {"dt_bias": o.dt_bias[:-1]}, "dt_bias"),
+    ],
+)
+def test_launch_names_operands_that_do_not_fit(change: Any, named: str) -> None:
+    of = problem(5)
+    operands: StepOperands = make_step(of, seed=0, device="cpu", pad=16)
+    p = ws.plan(of, ws.Spec(), H200)
+    ws._check(p, operands)
+    with pytest.raises(ValueError, match=f"^{named}[ =]"):
+        ws._check(p, replace(operands, **change(operands)))
