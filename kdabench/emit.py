@@ -260,7 +260,7 @@ def _names(schedules: list[Options]) -> list[str]:
     varying = [key for key in fields if len({_value(schedule.get(key)) for schedule in schedules}) > 1]
     switches = {key for key in varying if any(s.get(key) is True for s in schedules)}
     shown = [[key for key in varying if key in s and not (key in switches and s[key] is False)] for s in schedules]
-    names = ["_".join(_word(key, s[key]) for key in keys) for s, keys in zip(schedules, shown, strict=True)]
+    names = ["_".join(_word(key, s[key]) for key in keys) or "PLAIN" for s, keys in zip(schedules, shown, strict=True)]
     if len(set(names)) == len(names) and all(name.isidentifier() and name.isascii() for name in names):
         return names
     return [f"SCHEDULE_{i}" for i in range(len(schedules))]
