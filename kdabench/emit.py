@@ -136,10 +136,13 @@ def _header(policy: Policy, evidence: Evidence | None) -> Iterator[str]:
         yield ascii(", ".join(f"{key} {text}" for key, text in sorted(origin.versions.items())))[1:-1][: _WIDTH - 2]
     if evidence is not None:
         yield f"{evidence.cells} cells, {len(evidence.without_winner)} of them without a winner"
-        for kind, regret in evidence.regret.items():
+        rows = [("regret on the fitted cells", kind, regret) for kind, regret in evidence.regret.items()]
+        if shared := evidence.baselines.get("one window schedule"):
+            rows.append(("with SPEC_SCHEDULE for all windows", "all", shared["all"]))
+        for what, kind, regret in rows:
             figures = (regret.geomean, regret.p99, regret.max)
             geomean, p99, worst = (f"{100 * figure:.2f} %" for figure in figures)
-            yield f"regret on the fitted cells, {kind}: geometric mean {geomean}, p99 {p99}, max {worst}"
+            yield f"{what}, {kind}: geometric mean {geomean}, p99 {p99}, max {worst}"
     yield "certificate: none (no cells measured after the fit)"
 
 
@@ -152,13 +155,14 @@ def _constants(policy: Policy) -> Iterator[str]:
     for rule in RULES:
         yield f"{rule.upper()}: {_TYPES.get(rule, 'int | None')} = {_value(getattr(policy, rule))}"
     yield ""
-    yield f"OPTIONS: dict[str, Options] = {_value(policy.options)}"
-    yield from _step_options(policy)
+    yield from _literal("OPTIONS: dict[str, Options] = ", policy.options, "")
+    yield "# variant -> (kind, tokens) -> options, before OPTIONS"
+    yield from _literal("STEP_OPTIONS: dict[str, dict[tuple[str, int], Options]] = ", policy.step_options, "")
     schedules = _distinct(policy)
     names = _names(schedules)
     yield ""
     for schedule, name in zip(schedules, names, strict=True):
-        yield f"{name}: Options = {_value(schedule)}"
+        yield from _literal(f"{name}: Options = ", schedule, "")
     yield ""
     yield "# fmt: off"
     by_text = {_value(schedule): name for schedule, name in zip(schedules, names, strict=True)}
@@ -194,19 +198,16 @@ def _constants(policy: Policy) -> Iterator[str]:
     yield "# fmt: on"
 
 
-def _step_options(policy: Policy) -> Iterator[str]:
-    yield "# variant -> (kind, tokens) -> options, before OPTIONS"
-    constant = "STEP_OPTIONS: dict[str, dict[tuple[str, int], Options]] = {"
-    if not policy.step_options:
-        yield constant + "}"
+def _literal(head: str, value: object, tail: str, indent: int = 0) -> Iterator[str]:
+    """An assignment or an entry as the formatter leaves it: one line if it fits, else an entry to a line."""
+    line = " " * indent + head + _value(value) + tail
+    if len(line) <= _WIDTH or not isinstance(value, Mapping):
+        yield line
         return
-    yield constant
-    for variant, row in sorted(policy.step_options.items()):
-        yield f"    {_text(variant)}: {{"
-        for (kind, tokens), options in sorted(row.items()):
-            yield f"        ({_text(kind)}, {tokens}): {_value(options)},"
-        yield "    },"
-    yield "}"
+    yield " " * indent + head + "{"
+    for key in sorted(value):
+        yield from _literal(f"{_value(key)}: ", value[key], ",", indent + 4)
+    yield " " * indent + "}" + tail
 
 
 def _rows(table: ScheduleTable, by_text: Mapping[str, str], indent: int) -> Iterator[str]:
@@ -241,6 +242,8 @@ def _value(value: object) -> str:
         return _text(value)
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_value(key)}: {_value(value[key])}" for key in sorted(value)) + "}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_value, value))})"
     return repr(value)
 
 

@@ -27,7 +27,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kdabench import device, emit, provenance
-from kdabench.policy import DEFAULT_GATE_MODE, STEP_KINDS, WINDOW_KINDS, Options, Origin, Policy, ScheduleTable, with_pdl
+from kdabench.policy import (
+    DEFAULT_GATE_MODE,
+    STEP_KINDS,
+    WINDOW_KINDS,
+    Options,
+    Origin,
+    Policy,
+    ScheduleTable,
+    with_pdl,
+)
 from kdabench.problem import Problem
 from kdabench.records import Cell, Record, dumps
 from kdabench.regret import (
@@ -101,7 +110,7 @@ def fit(
     if policy.window_schedule:
         without = emit.load(emit.emit(replace(policy, window_schedule={})))
         ways["one window schedule"] = picks(grid, without.ranked)
-    evidence = _evidence(grid, module, picked, ways, default_schedule)
+    evidence = _evidence(grid, emit.load(emit.emit(policy)), picked, ways, default_schedule)
     generic = make_grid(r for r in steps if r.cell.inputs == "generic")
     intervals = _intervals(grid, singles, resamples, seed)
     return policy, replace(
@@ -244,7 +253,8 @@ class Search:
 
 def _may_follow(before: State, after: State) -> bool:
     """Whether a state may follow, by items. An island is entered and left; what lies next to the rest is no island."""
-    return all(a <= b and (a, b) not in ((_BEFORE, _BEHIND), (_ISLAND, _PASSED)) for a, b in zip(before, after, strict=True))
+    never = ((_BEFORE, _BEHIND), (_ISLAND, _PASSED))
+    return all(a <= b and (a, b) not in never for a, b in zip(before, after, strict=True))
 
 
 def place_cut(low: int, high: int, ratio_low: float, ratio_high: float) -> int:
@@ -298,7 +308,7 @@ def _shared(cell: Cell) -> Group:
 
 def own_schedules(grid: Grid) -> dict[Group, int]:
     """Index of the candidate that each cell has in the table of its kind and token count, ties settled."""
-    found = {}
+    found: dict[Group, int] = {}
     for kinds in (("decode",), WINDOW_KINDS):
         rows = np.array([cell.kind in kinds for cell in grid.cells])
         found |= _schedules(grid, rows, rows, _own)
@@ -381,7 +391,10 @@ def _policy(
         schedule=_table(grid, own, ("decode", 1)),
         spec_schedule=_table(grid, shared, ("", 0)),
         window_schedule={step: _thinned(_table(grid, own, step)) for step in steps},
-        **cuts,
+        ws_items=cuts["ws_items"],
+        stream_items=cuts["stream_items"],
+        wide_items=cuts["wide_items"],
+        stock_items=cuts["stock_items"],
         ws_small=solved["record"].cuts["ws_small"],
         ws_small_end=solved["record"].cuts["ws_small_end"],
         options={"stock": with_pdl({} if stock is None else grid.candidates[stock[0]].spec)},

@@ -91,8 +91,8 @@ class Policy:
         return {
             "DEVICE": self.origin.device, "SMS": self.origin.sms, "CAPABILITY": list(self.origin.capability),
             "RECORDS": self.origin.digest, **rules, "OPTIONS": self.options, "STEP_OPTIONS": steps,
-            "SCHEDULE": self.schedule, "SPEC_SCHEDULE": self.spec_schedule, "WINDOW_SCHEDULE": windows, "POLICIES": keys,
-            "MEASURED": self.measured,
+            "SCHEDULE": self.schedule, "SPEC_SCHEDULE": self.spec_schedule, "WINDOW_SCHEDULE": windows,
+            "POLICIES": keys, "MEASURED": self.measured,
         }  # fmt: skip
 
 

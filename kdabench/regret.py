@@ -266,9 +266,9 @@ def find_cliffs(grid: Grid, picked: Ints, explain: Callable[..., Any]) -> tuple[
     times = log_regret(grid, picked) + grid.best
     limit = math.log1p(CLIFF)
     series: dict[tuple[object, ...], list[int]] = {}
-    for row in np.flatnonzero(~np.isnan(times)):
-        cell = grid.cells[row]
-        series.setdefault((cell.kind, cell.tokens, cell.heads), []).append(int(row))
+    for at, cell in enumerate(grid.cells):
+        if not np.isnan(times[at]):
+            series.setdefault((cell.kind, cell.tokens, cell.heads), []).append(at)
     found = []
     for rows in series.values():
         rows.sort(key=lambda row: grid.cells[row].requests)

@@ -46,7 +46,8 @@ def module(**changes: Any) -> ModuleType:
 RULES: dict[str, Any] = {
     "fused_items": {12: 500}, "fused_default_items": 2000, "fused_ws_items": 3000,
     "ws_items": {"decode": 4000, "spec": None, "record": 5000}, "ws_small": 300, "ws_small_end": 400,
-    "stream_items": {"decode": 2000, "spec": None, "record": None}, "stream_heads": 64, "wide_items": 1000,
+    "stream_items": {"decode": 2000, "spec": None, "record": None}, "stream_heads": 64,
+    "wide_items": {"decode": 1000, "spec": None, "record": 1000},
 }  # fmt: skip
 
 
@@ -145,6 +146,46 @@ def test_explain_says_where_a_key_lies() -> None:
     assert {explain(*key).place for key in inside} == {"interpolated"}
 
 
+def windows() -> dict[str, Any]:
+    """Tables for two token counts of records; spec was never measured."""
+    schedules = {s: policy.with_pdl({"split": s, "staging": "registers"}) for s in (1, 2, 4, 8)}
+    return {"window_schedule": {
+        ("record", 2): {12: {1: schedules[8], 7: schedules[4], 64: schedules[1]}, 48: {2: schedules[2]}},
+        ("record", 8): {12: {3: schedules[4]}, 96: {1: schedules[2], 5: schedules[1]}},
+    }}  # fmt: skip
+
+
+def test_windows_take_the_table_of_the_nearest_token_count() -> None:
+    found = module(**windows())
+    picks = [found.choose(12, 1, tokens, "record").options["split"] for tokens in range(2, 9)]
+    assert picks == [8, 8, 8, 4, 4, 4, 4]  # of 2 and 8 the lower one, at 4
+    assert found.explain(12, 1, 5, "record").rule == "WINDOW_SCHEDULE"
+    assert found.choose(12, 1, 5, "replay") == found.choose(12, 1, 5, "record")._replace(flush=True)
+    assert found.explain(12, 1, 5, "spec")[:2] == module().explain(12, 1, 5, "spec")[:2]
+    assert found.explain(12, 1, 5, "spec").rule == "SPEC_SCHEDULE"
+    assert found.explain(12, 1, 1, "decode").rule == "SCHEDULE"
+
+
+@given(st.integers(1, 200) | st.just(10**20), st.integers(1, 200) | st.just(10**20), st.integers(2, 8))
+def test_the_entry_is_the_nearest_one(heads: int, requests: int, tokens: int) -> None:
+    found = module(**windows(), stock_items=policy.never())
+    table = found.WINDOW_SCHEDULE["record", 2 if tokens <= 4 else 8]
+    listed = found._closest(tuple(table), heads)
+    entry = found._closest(tuple(table[listed]), heads * requests, listed)
+    assert found.choose(heads, requests, tokens, "record").options == table[listed][entry]
+
+
+def test_options_of_the_step() -> None:
+    options = {"KdaWide": {("record", 2): {"pdl": True, "threads": 512}, ("record", 8): {"pdl": False}}}
+    found = module(**RULES, step_options=options)
+    shown = [found.choose(12, 84, tokens, "record").options for tokens in (2, 4, 5, 8)]
+    assert shown == [options["KdaWide"]["record", t] for t in (2, 2, 8, 8)]
+    assert found.choose(12, 84, 1, "decode").options == {"pdl": False}
+    assert found.choose(12, 420, 4, "record").options == {"pdl": True}  # KdaWS, of OPTIONS
+    assert [found.wide(12, r, t, rec) for r, t, rec in ((84, 4, True), (83, 4, True), (84, 1, False), (84, 4, False))
+            ] == [True, False, True, False]  # fmt: skip
+
+
 @pytest.mark.parametrize("bad", [0, -1, np.int64(0), -(10**30)])
 @pytest.mark.parametrize("place", range(3))
 def test_counts_below_one_are_refused(bad: Any, place: int) -> None:
@@ -218,6 +259,7 @@ def test_header(fitted: tuple[Policy, str]) -> None:
     assert lines[2].startswith("# records sha256 ")
     assert lines[3] == "# 1350 ok of 1350; SYNTHETIC ONE (100 SMs)"
     assert "# certificate: none" in fitted[1]
+    assert "# with SPEC_SCHEDULE for all windows, all: geometric mean " in fitted[1]
     assert str(ROOT) not in fitted[1]
 
 
@@ -235,6 +277,10 @@ def test_generated_modules_are_clean(tmp_path: Path, fitted: tuple[Policy, str])
     nothing: dict[str, Any] = {"decode": {}, "record": {}, "spec": {}}
     empty = make(schedule={}, spec_schedule={}, policies={}, options={}, measured=nothing)
     texts = {"fitted": fitted[1], "rules": emit.emit(make(**RULES)), "empty": emit.emit(empty)}
+    long = {f"option_{i}": "x" * 20 for i in range(5)}
+    step_options = {"KdaWS": {("record", 2): long, ("decode", 1): {"pdl": True}}, "KdaWide": {("spec", 4): long}}
+    texts["windows"] = emit.emit(make(**RULES | windows(), step_options=step_options, schedule={6: {1: long}}))
+    texts["long"] = emit.emit(make(options={"stock": long, "KdaWS": {}}, **windows()))
     for i, name in enumerate(n for n in AWKWARD if len(n) < 100):
         texts[f"name{i}"] = emit.emit(make(origin=policy.Origin(**vars(make().origin) | {"device": name})))
     for name, text in texts.items():
@@ -257,14 +303,18 @@ def test_modules_need_the_standard_library_alone(tmp_path: Path, fitted: tuple[P
     assert done.stdout == "KdaSplit\n", done.stderr
 
 
+CONSTANTS = ("SCHEDULE", "SPEC_SCHEDULE", "WINDOW_SCHEDULE", "POLICIES", "OPTIONS", "STEP_OPTIONS")
+
+
 def test_constants_can_be_copied(fitted: tuple[Policy, str]) -> None:
     found, text = fitted
     space: dict[str, Any] = {"Options": dict}
     exec(emit.emit(found, format="constants"), space)
     whole = emit.load(text)
-    for name in (*(rule.upper() for rule in policy.RULES), "SCHEDULE", "SPEC_SCHEDULE", "POLICIES", "OPTIONS"):
+    for name in (*(rule.upper() for rule in policy.RULES), *CONSTANTS):
         assert space[name] == getattr(whole, name)
     assert space["SCHEDULE"] == found.schedule
+    assert space["WINDOW_SCHEDULE"] == found.window_schedule != {}
     assert space["POLICIES"] == found.policies
 
 
@@ -273,6 +323,7 @@ def test_json_says_the_same(fitted: tuple[Policy, str]) -> None:
     whole = emit.load(fitted[1])
     assert found["STOCK_ITEMS"] == whole.STOCK_ITEMS
     assert found["SCHEDULE"]["12"]["1"] == whole.SCHEDULE[12][1]
+    assert found["WINDOW_SCHEDULE"]["record,8"]["12"]["1"] == whole.WINDOW_SCHEDULE["record", 8][12][1]
     assert found["POLICIES"]["12"]["4,8"] == list(whole.POLICIES[12][4, 8])
 
 

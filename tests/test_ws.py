@@ -34,17 +34,19 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> object:
 
 
 def problem(tokens: int = 8, **sizes: Any) -> Problem:
-    return Problem("record", **{"requests": 4, "heads": 6, "tokens": tokens, **sizes})
+    """A record, or with one token a decode."""
+    kind: Any = "decode" if tokens == 1 else "record"
+    return Problem(kind, **{"requests": 4, "heads": 6, "tokens": tokens, **sizes})
 
 
 @pytest.mark.parametrize(
     ("of", "choices", "reason"),
     [
-        (Problem("decode", 4, 6), {}, "kind=decode"),
         (Problem("spec", 4, 6, 4), {}, "kind=spec"),
         (Problem("replay", 4, 6, 4, pending=2), {}, "kind=replay"),
         (Problem("commit", 4, 6, 4), {}, "kind=commit"),
-        (problem(), {"prologue": 6}, "prologue=6 is not one of 4, 8"),
+        (problem(), {"prologue": 6}, "prologue=6 is not one of None, 4, 8"),
+        (problem(1), {"prologue": 8}, "prologue=8: only record"),
         (problem(), {"gate_mode": 2}, "gate_mode=2 is not one of 0, 1"),
         (problem(), {"terms": 3}, "terms=3"),
         (problem(), {"terms": 1}, "terms=1: too coarse"),
@@ -52,6 +54,7 @@ def problem(tokens: int = 8, **sizes: Any) -> Problem:
         (problem(), {"window": 9}, "window=9 must lie in 10..16"),
         (problem(), {"window": 17}, "window=17 must lie in 10..16"),
         (problem(), {"window": 16}, "bytes of shared memory exceed"),
+        (problem(1), {"window": 2}, "window=2 must lie in 3..16"),
     ],
 )
 def test_unsupported(of: Problem, choices: dict[str, Any], reason: str) -> None:
@@ -62,24 +65,34 @@ def test_unsupported(of: Problem, choices: dict[str, Any], reason: str) -> None:
         ws.compile(of, ws.Spec(**choices), H200)
 
 
-@pytest.mark.parametrize("tokens", range(2, 9))
+@pytest.mark.parametrize("tokens", range(1, 9))
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("layout", ["dim-first", "window-major"])
-@pytest.mark.parametrize("prologue", [4, 8])
+@pytest.mark.parametrize("prologue", [None, 4])
 def test_fits_an_sm(tokens: int, dtype: Any, layout: Any, prologue: Any) -> None:
     of, spec = problem(tokens, state_dtype=dtype, conv_layout=layout), ws.Spec(prologue=prologue)
     assert ws.unsupported(of, spec, H200) is None
     p = ws.plan(of, spec, H200)
     assert all(size % 16 == 0 for size in p.areas.values())
     assert p.smem_bytes <= H200.smem_per_block
-    assert p.state_stages >= 2
+    assert p.state_stages >= (3 if tokens == 1 else 2)
     assert p.padded >= tokens
-    product, prologue_registers = ws.PRODUCT, ws.REGISTERS[prologue][0]
-    launched = 65_536 // p.threads // 8 * 8
-    _, product_registers, epilogue_registers = ws.REGISTERS[prologue]
-    taken = prologue * prologue_registers + product * product_registers + ws.EPILOGUE * epilogue_registers
-    assert taken <= launched * p.threads // 32  # or a group would wait for registers that nobody gives back
-    assert epilogue_registers <= product_registers <= launched <= prologue_registers
+
+
+@pytest.mark.parametrize("prologue", [4, 8])
+def test_no_group_waits_for_registers_that_nobody_gives_back(prologue: Any) -> None:
+    p = ws.plan(problem(), ws.Spec(prologue=prologue), H200)
+    more, same, less = ws.REGISTERS[prologue]
+    launched = registers_at_launch(p)
+    assert prologue * more + ws.PRODUCT * same + p.epilogue * less <= launched * p.threads // 32
+    assert less <= same <= launched <= more
+    assert prologue == 4 or same == launched  # its product changes nothing
+    assert all(r % 8 == 0 for r in (more, same, less))
+    assert prologue % 4 == ws.PRODUCT % 4 == p.epilogue % 4 == 0  # setmaxnreg is for whole warpgroups
+
+
+def registers_at_launch(p: ws.Plan) -> int:
+    return 65_536 // p.threads // 8 * 8
 
 
 def test_shared_memory_of_the_gpu_decides() -> None:
@@ -89,6 +102,7 @@ def test_shared_memory_of_the_gpu_decides() -> None:
     assert "shared memory exceed 200000" in found
     assert ws.plan(problem(4), ws.Spec(), H200).result_stages == 2
     assert ws.plan(problem(4, state_dtype="bf16"), ws.Spec(), H200).state_stages == 4
+    assert ws.plan(problem(1, state_dtype="bf16"), ws.Spec(), H200).state_stages == 6
     tight = ws.plan(problem(4, state_dtype="bf16"), ws.Spec(), Gpu("sm_90a", 132, smem_per_block=140_000))
     assert (tight.state_stages, tight.result_stages) == (2, 2)
 
@@ -100,11 +114,11 @@ next_item: Callable[..., Any] = ws.next_item.__wrapped__  # type: ignore[attr-de
 
 def items_of(cta: int, per: int, heads: int, requests: int) -> list[tuple[int, int]]:
     """(head, request) of a CTA's items, in turn."""
-    head, request, first, size = first_item(cta, per, heads, requests)
+    item = first_item(cta, per, heads, requests)
     found = []
     for _ in range(min(per, heads * requests - cta * per)):
-        found.append((int(head), int(request)))
-        head, request, first, size = next_item(head, request, first, size, heads, requests)
+        found.append((int(item.head), int(item.request)))
+        item = next_item(item, heads, requests)
     return found
 
 
@@ -165,13 +179,13 @@ class Pipeline:
     """mbarriers and buffers. A buffer's stage holds the item it was written for and must have been read by all."""
 
     def __init__(self, p: ws.Plan) -> None:
-        counts = {"fragments_full": p.prologue, "fragments_empty": ws.PRODUCT, "results_full": ws.PRODUCT}
-        counts |= {"results_empty": ws.EPILOGUE, "values_empty": ws.EPILOGUE}
+        counts = {"vectors_full": p.prologue, "vectors_empty": ws.PRODUCT, "results_full": ws.PRODUCT}
+        counts |= {"results_empty": p.epilogue, "values_empty": p.epilogue}
         self.counts = counts
         self.left: dict[tuple[str, int], int] = {}
         self.phase: dict[tuple[str, int], int] = defaultdict(int)
-        self.readers = {"fragments": ws.PRODUCT, "results": ws.EPILOGUE, "values": ws.EPILOGUE}
-        self.writers = {"fragments": p.prologue, "results": ws.PRODUCT, "values": p.prologue}
+        self.readers = {"vectors": ws.PRODUCT, "results": p.epilogue, "values": p.epilogue}
+        self.writers = {"vectors": p.prologue, "results": ws.PRODUCT, "values": p.prologue}
         self.written: dict[tuple[str, int], Counter[int]] = defaultdict(Counter)  # item -> warps that wrote
         self.read: dict[tuple[str, int], Counter[int]] = defaultdict(Counter)  # item -> warps that read
 
@@ -207,26 +221,34 @@ def prologue_warp(x: Pipeline, p: ws.Plan, count: int) -> Step:
     stage, phase = 0, 1
     for item in range(count):
         before = item & 1
-        yield ("fragments_empty", before, (item >> 1 & 1) ^ 1)
-        yield ("values_empty", stage, phase)
-        x.write("fragments", before, item)
+        yield ("vectors_empty", before, (item >> 1 & 1) ^ 1)
+        if p.kind == "record":
+            yield ("values_empty", stage, phase)
+        x.write("vectors", before, item)
         yield None
-        x.write("values", stage, item)
-        x.arrive("fragments_full", before)
+        if p.kind == "record":
+            x.write("values", stage, item)
+        x.arrive("vectors_full", before)
         stage += 1
         if stage == ws.VALUE_STAGES:
             stage, phase = 0, phase ^ 1
 
 
 def product_warp(x: Pipeline, p: ws.Plan, count: int) -> Step:
+    """A record is done with the vectors before the results, a decode after."""
     result, phase = 0, 1
     for item in range(count):
-        yield ("fragments_full", item & 1, item >> 1 & 1)
-        x.take("fragments", item & 1, item)
-        x.arrive("fragments_empty", item & 1)
+        yield ("vectors_full", item & 1, item >> 1 & 1)
+        if p.kind == "record":
+            x.take("vectors", item & 1, item)
+            x.arrive("vectors_empty", item & 1)
         yield ("results_empty", result, phase)
         x.write("results", result, item)
         x.arrive("results_full", result)
+        if p.kind == "decode":
+            yield None
+            x.take("vectors", item & 1, item)
+            x.arrive("vectors_empty", item & 1)
         result += 1
         if result == p.result_stages:
             result, phase = 0, phase ^ 1
@@ -238,9 +260,10 @@ def epilogue_warp(x: Pipeline, p: ws.Plan, count: int) -> Step:
         yield ("results_full", result, phase)
         x.take("results", result, item)
         yield None
-        x.take("values", value, item)
+        if p.kind == "record":
+            x.take("values", value, item)
+            x.arrive("values_empty", value)
         x.arrive("results_empty", result)
-        x.arrive("values_empty", value)
         result += 1
         if result == p.result_stages:
             result, phase = 0, phase ^ 1
@@ -249,14 +272,14 @@ def epilogue_warp(x: Pipeline, p: ws.Plan, count: int) -> Step:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 24])
 @pytest.mark.parametrize("result_stages", [1, 2])
-@pytest.mark.parametrize("prologue", [4, 8])
-def test_no_stage_is_overwritten_before_it_is_read(count: int, result_stages: int, prologue: Any) -> None:
-    p = replace(ws.plan(problem(), ws.Spec(prologue=prologue), H200), result_stages=result_stages)
+@pytest.mark.parametrize(("tokens", "prologue"), [(8, 4), (8, 8), (1, 4)])
+def test_no_stage_is_overwritten_before_it_is_read(count: int, result_stages: int, tokens: int, prologue: Any) -> None:
+    p = replace(ws.plan(problem(tokens), ws.Spec(prologue=prologue), H200), result_stages=result_stages)
     for seed in range(30):
         rng = random.Random(seed)
         x = Pipeline(p)
         warps: dict[Step, Any] = {}
-        for make, number in ((prologue_warp, prologue), (product_warp, ws.PRODUCT), (epilogue_warp, ws.EPILOGUE)):
+        for make, number in ((prologue_warp, p.prologue), (product_warp, ws.PRODUCT), (epilogue_warp, p.epilogue)):
             for _ in range(number):
                 warps[make(x, p, count)] = None
         favourites = [rng.random() for _ in warps]
@@ -274,10 +297,10 @@ def test_no_stage_is_overwritten_before_it_is_read(count: int, result_stages: in
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
-@pytest.mark.parametrize("stages", [2, 3, 4])
-def test_the_oldest_group_of_copies_is_the_one_that_is_needed(count: int, stages: int) -> None:
+@pytest.mark.parametrize("stages", [2, 3, 4, 6])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_the_oldest_group_of_copies_is_the_one_that_is_needed(count: int, stages: int, groups: int) -> None:
     """cp.async.wait_group of the product: all but `stages * groups - 1` groups are complete."""
-    groups = 4
     asked = [(item, group) for item in range(stages) for group in range(groups)]
     for item in range(count):
         for group in range(groups):
@@ -299,7 +322,7 @@ def test_cells_cover_a_page_once_and_meet_their_fragments(dtype: Any) -> None:
     columns: dict[tuple[int, int], list[int]] = {}  # (step, lane % 4) -> columns of one row
     for warp, lane, unit in itertools.product(range(ws.PRODUCT), range(32), range(p.units)):
         at = (warp * 16 + lane // 4) * HEAD_DIM * bytes_ + lane % 4 * 16
-        at += unit // 2 * 64 + unit % 2 * (8 * HEAD_DIM * bytes_)
+        at += p.unit_offset(unit)
         elements = range(at // bytes_, (at + 16) // bytes_)
         seen.update(elements)
         row = {e // HEAD_DIM for e in elements}
@@ -312,6 +335,27 @@ def test_cells_cover_a_page_once_and_meet_their_fragments(dtype: Any) -> None:
     assert seen == Counter(range(HEAD_DIM * HEAD_DIM))
     for quad in range(HEAD_DIM // 4):
         assert columns[fragment_of(quad, p)] == list(range(4 * quad, 4 * quad + 4))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_cells_of_a_decode_cover_a_page_once_and_meet_their_columns(dtype: Any) -> None:
+    p = ws.plan(problem(1, state_dtype=dtype), ws.Spec(), H200)
+    bytes_ = p.item_bytes
+    seen: Counter[int] = Counter()
+    for warp, lane in itertools.product(range(ws.PRODUCT), range(32)):
+        row = warp * 16 + lane // 16
+        values = []  # a thread's, as `take_state` has them
+        for unit in range(p.units):
+            at = (row * HEAD_DIM * bytes_ + lane % 16 * 16 + p.unit_offset(unit)) // bytes_
+            values += range(at, at + p.vector)
+        seen.update(values)
+        # `columns_of`: fours at a distance of 64, or side by side
+        mine = [lane % 16 * p.vector + i * (64 if dtype == "fp32" else 4) + e for i in range(2) for e in range(4)]
+        for j in range(8):
+            assert values[8 * j : 8 * j + 8] == [(row + 2 * j) * HEAD_DIM + c for c in mine]
+        # `row_sums` leaves row j's on lanes 2j and 2j + 1 of 16.
+        assert row + lane % 16 // 2 * 2 == row + 2 * (lane % 16 // (16 // 8))
+    assert seen == Counter(range(HEAD_DIM * HEAD_DIM))
 
 
 @pytest.mark.parametrize("tokens", range(2, 9))
@@ -327,16 +371,16 @@ def test_warps_share_the_tokens_and_the_features(tokens: int, prologue: Any) -> 
     taken = {(w % p.tiles, w // p.tiles * p.tiles + i) for w in range(ws.PRODUCT) for i in range(p.tiles)}
     assert taken == set(itertools.product(range(p.tiles), range(8)))
     assert {w // p.tiles for w in range(ws.PRODUCT)} == set(range(p.partials))
-    assert tokens <= p.vectors // 2
+    assert tokens <= p.columns // 2
 
 
 @pytest.mark.parametrize("tokens", range(2, 9))
 def test_coefficients_that_are_used_are_loaded(tokens: int) -> None:
     p = ws.plan(problem(tokens), ws.Spec(), H200)
-    half = p.vectors // 2
+    half = p.columns // 2
     for s in range(tokens):
         loaded = {
-            i for i in range(p.vectors // 4) if s + 1 <= i * 4 % half + 3 or (i * 4 >= half and s <= i * 4 % half + 3)
+            i for i in range(p.columns // 4) if s + 1 <= i * 4 % half + 3 or (i * 4 >= half and s <= i * 4 % half + 3)
         }
         used = {t // 4 for t in range(s + 1, tokens)} | {(half + t) // 4 for t in range(s, tokens)}
         assert used <= loaded
@@ -351,6 +395,8 @@ GRID = [
     (5, "fp32", "window-major", 4, "sm_90a"),
     *((tokens, "fp32", "dim-first", prologue, "sm_100a") for tokens in (3, 8) for prologue in (4, 8)),
     (8, "bf16", "window-major", 8, "sm_100a"),
+    *((1, dtype, layout, None, "sm_90a") for dtype in ("fp32", "bf16") for layout in ("dim-first", "window-major")),
+    *((1, dtype, "dim-first", None, "sm_100a") for dtype in ("fp32", "bf16")),
 ]
 
 
@@ -361,10 +407,17 @@ def test_one_cta_per_sm_and_no_spills(tokens: int, dtype: Any, layout: Any, prol
 
 
 @pytest.mark.parametrize(
-    "choices", [{"gate_mode": 1}, {"conv_weight_dtype": "bf16"}, {"window": 11}, {"gate_mode": 1, "prologue": 4}]
+    ("tokens", "choices"),
+    [
+        (7, {"gate_mode": 1}),
+        (7, {"conv_weight_dtype": "bf16"}),
+        (7, {"window": 11}),
+        (7, {"gate_mode": 1, "prologue": 4}),
+        (1, {"gate_mode": 1, "conv_weight_dtype": "bf16", "window": 10}),
+    ],
 )
-def test_choices_compile(choices: dict[str, Any]) -> None:
-    check_resources(ws.compile(problem(7), ws.Spec(**choices), H200))
+def test_choices_compile(tokens: int, choices: dict[str, Any]) -> None:
+    check_resources(ws.compile(problem(tokens), ws.Spec(**choices), H200))
 
 
 def check_resources(compiled: ws.Compiled) -> None:
@@ -372,7 +425,9 @@ def check_resources(compiled: ws.Compiled) -> None:
     assert ws.KERNELS[0] in compiled.binary.symbol
     assert resources.stack_bytes == 0
     assert (resources.threads, resources.cluster) == (p.threads, 1)
-    assert resources.registers == 65_536 // p.threads // 8 * 8
+    if p.kind == "record":
+        assert resources.registers == registers_at_launch(p)
+    assert resources.registers <= registers_at_launch(p)
     assert resources.smem_bytes == p.smem_bytes
     assert resources.ctas_per_sm == 1
     assert compiled.binary.parameters == (".u64",) * 21 + (".u32",) * 4 + (".f32",) * 3
@@ -423,6 +478,11 @@ def test_launch_passes_addresses_and_sizes(monkeypatch: pytest.MonkeyPatch) -> N
         o.projected.stride(0), 3 * o.dt_bias.shape[0] * 6, 1, 3 * 128 * 128 + 64, 1, 3 * 4 * 128 + 64, 3 * 4 * 256 + 64
     )  # fmt: skip
     assert recorder.values[21:25] == (4, 3, 5, 4)
+    decode = problem(1, requests=5, heads=3)
+    ws.launch(ws.compile(decode, ws.Spec(), Gpu("sm_90a", 4)), make_step(decode, seed=1, device="cpu"), 7)
+    assert recorder.grid == (4, 1, 1)
+    assert recorder.values[10:13] == (0, 0, 0)  # no records
+    assert recorder.values[19:25] == (0, 0, 0, 3, 5, 4)
 
 
 def odd(window: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -114,7 +114,7 @@ def _write(outcome: _Outcome, plan: Sweep, summary: Summary, target: inputs.Devi
         module = emit.load(text)
         written.append(folder / "policy.py")
         emit.write_atomic(written[-1], text)
-        report += evidence.text(outcome.policy, outcome.evidence)
+        report += evidence.text(outcome.policy, outcome.evidence) + _checks(outcome.policy, outcome.evidence)
     else:
         report += f"No policy: {outcome.why_not}\n"
     written.append(folder / "regret.txt")
@@ -161,7 +161,46 @@ def fit(
         console.emit_json({"policy": policy.to_json(), "evidence": facts.to_json()})
     else:
         console.line(f"{policy.origin.device}, {policy.origin.sms} SMs, {policy.origin.digest}")
-        console.write(evidence.text(policy, facts))
+        console.write(evidence.text(policy, facts) + _checks(policy, facts))
+
+
+def _checks(policy: Policy, facts: Evidence) -> str:
+    """Rules that evidence.text leaves out, and what a policy must not do: lose to the default, jump over a cliff."""
+    return "".join(f"{line}\n" for line in (*_other_rules(policy, facts), *_guards(facts)))
+
+
+def _other_rules(policy: Policy, facts: Evidence) -> Iterator[str]:
+    rows = [row for table in policy.window_schedule.values() for row in table.values()]
+    distinct = {tuple(sorted(options.items())) for row in rows for options in row.values()}
+    tables = f"{len(policy.window_schedule)} tables, {sum(map(len, rows))} entries"
+    yield f"WINDOW_SCHEDULE: {tables}, {len(distinct)} different schedules"
+    for rule, by_kind in facts.other_intervals.items():
+        for kind, interval in by_kind.items():
+            ends = None if interval is None else ["never" if end is None else str(end) for end in interval]
+            span = "no interval" if ends is None else f"90 % interval: {' to '.join(ends)}"
+            items = getattr(policy, rule)[kind]
+            yield f"{rule.upper()}[{kind}]: {'never' if items is None else items} ({span})"
+    if policy.ws_small is not None:
+        yield f"WS_SMALL: {policy.ws_small} to {policy.ws_small_end} items"
+
+
+_SHOWN = 10
+
+
+def _guards(facts: Evidence) -> Iterator[str]:
+    from kdabench.cli.evidence import cell_name
+
+    slower = facts.slower_than_default
+    if slower is None:
+        yield "Against the default schedule: not checked, it was not measured"
+    else:
+        yield f"Slower than the default schedule: {len(slower)} cells"
+        worst = sorted(slower, key=lambda found: -found[1])
+        yield from (f"  {cell_name(cell)}: {100 * lost:.1f} %" for cell, lost in worst[:_SHOWN])
+    yield f"Cliffs, slower than with more requests though it could be avoided: {len(facts.cliffs)}"
+    for cliff in sorted(facts.cliffs, key=lambda found: -found.lost)[:_SHOWN]:
+        than = f"{100 * cliff.lost:.1f} % slower than with {cliff.faster.requests} requests"
+        yield f"  {cell_name(cliff.cell)}: {than}, by {cliff.rule}"
 
 
 def _files(source: list[str]) -> tuple[list[Record], Mapping[str, Mapping[str, Any]]]:

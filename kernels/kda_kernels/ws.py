@@ -1,37 +1,42 @@
-"""KDA record step for many items: persistent, one CTA per SM, its warps specialized.
+"""KDA decode and record steps for many items: persistent, one CTA per SM, its warps specialized.
 
 projected   [requests * tokens, pitch]     bf16   q, k, v | output gate | f_a | raw beta
 conv_state  [slots, 3D, W]                 bf16, dim-first or window-major; read and rolled
-state       [slots, heads, V=128, K=128]   f32 or bf16, only read
-corrections [rows, heads, Q, 128]          f32, written
-key_gates   [rows, heads, Q, 256]          bf16, written
+state       [slots, heads, V=128, K=128]   f32 or bf16; read (record), updated in place (decode)
+corrections [rows, heads, Q, 128]          f32, written (record)
+key_gates   [rows, heads, Q, 256]          bf16, written (record)
 out         [requests * tokens, D]         bf16
 
-A CTA walks a run of consecutive items, in the chunked form of docs/operation.md. In its steady state three groups of
-warps work on three items:
-  prologue  4 or 8 warps, item i+1: convolution, gate on tensor cores, decays, norms; leaves the window, the recorded
-            keys and gates, and as MMA fragments the 2q vectors Gamma_t k_t, Gamma_t q_t and the q vectors
-            k_t / Gamma_t. The inputs of item i+2 are on their way
-  product   8 warps, item i: 16 state rows each. w = S (Gamma k), y = S (Gamma q) on tensor cores, state and vectors
-            split in two BF16 terms; the state of items i and i+1 (BF16: up to i+3) lies in cells of shared memory that
-            are private to the threads, and refilled piece by piece with the item after those. The products of vectors
-            with vectors, A and B, come from the same fragments: k_s / Gamma_s are further state rows
-  epilogue  4 warps, item i-1: thread = row; substitution, corrections; RMSNorm and output gate, thread = 8 channels
-Norms are deferred: all vectors stay unnormalized, and with u'_s = rk_s u_s
+A CTA walks a run of consecutive items. In its steady state three groups of warps work on three items:
+  prologue  item i+1: convolution, gate on tensor cores, decays, norms; leaves the window, the recorded keys and gates,
+            and the vectors for the product. The inputs of item i+2 are on their way
+  product   item i: what the state takes part in. The state lies in cells of shared memory that are private to the
+            threads (cp.async, no barrier), several items of it, and is refilled as it is read
+  epilogue  item i-1: RMSNorm and output gate; for record also the substitution and the corrections
+Norms are deferred: vectors stay unnormalized, rk and rq are the inverse norms.
+
+record, 4 or 8 + 8 + 4 warps: the chunked form. The vectors are MMA fragments of the 2q vectors Gamma_t k_t, Gamma_t q_t
+and of the q vectors k_t / Gamma_t. Product, warp = 16 state rows: w = S (Gamma k), y = S (Gamma q) on tensor cores,
+state and vectors in two BF16 terms. The products of vectors with vectors, A and B, come from the same fragments:
+k_s / Gamma_s are further state rows. Epilogue, thread = row, with u'_s = rk_s u_s:
   u_t = beta_t (v_t - rk_t (w_t + sum_{s<t} A_ts u'_s)),  o_t = rq_t (y_t + sum_{s<=t} B_ts u'_s)
 
-Handed on by mbarriers, a full and an empty one per stage: fragments (prologue to product), results (product to
-epilogue); values and factors go from the prologue to the epilogue behind them and have an empty one alone.
+decode, 4 + 8 + 1 warps: the recurrence in FP32. Product, warp = 16 state rows, half a warp per row: the state goes
+through registers; w = S (d k), y = S (d q), then
+  u = beta (v - w rk),  o = rq (y + u rk k.q),  S <- S d + (u rk) k
+
+Handed on by mbarriers, a full and an empty one per stage: vectors (prologue to product), results (product to epilogue).
+What the epilogue takes from the prologue (v and the factors of a window) lies behind them and has an empty one alone.
 
 Order of items: blocks of as many requests as a CTA has items; in a block, head by head. A CTA so keeps one head (its
 gate weights stay in registers), and neighbouring CTAs work on neighbouring heads of one request at a time.
-Source: docs/operation.md, "The same, chunked".
+Source: docs/operation.md, "The mathematics, per item" and "The same, chunked".
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -51,10 +56,10 @@ REGISTERS = {4: (168, 120, 104), 8: (104, 96, 80)}
 """Record: of a thread of each group, by setmaxnreg, by warps of the prologue: it keeps a head's gate weights in 64 or
 32 of them. Multiples of 8; together what the CTA is launched with, 128 per thread or 96.
 """
-FRAGMENT_STAGES = 2
+VECTOR_STAGES = 2
 VALUE_STAGES = 3
 MIN_LOG_DECAY = -64.0
-"""lower_bound * tokens must not lie below: 1 / Gamma and its split must stay far inside FP32."""
+"""Record: lower_bound * tokens must not lie below, so that 1 / Gamma and its split stay far inside FP32."""
 
 _PRODUCT_THREADS = 32 * PRODUCT
 _PROLOGUE_BARRIER, _EPILOGUE_BARRIER = 1, 2
@@ -173,8 +178,8 @@ class Plan:
         return 1 if self.tokens <= 4 else 2
 
     @property
-    def vectors(self) -> int:
-        """Columns of the products; vector t is Gamma_t k_t, vector `vectors / 2 + t` Gamma_t q_t."""
+    def columns(self) -> int:
+        """Of the products with the state; column t belongs to Gamma_t k_t, column `columns / 2 + t` to Gamma_t q_t."""
         return 8 * self.tiles
 
     @property
@@ -196,6 +201,16 @@ class Plan:
         """Cells of a page per thread of the product."""
         return HEAD_DIM * HEAD_DIM // (self.vector * _PRODUCT_THREADS)
 
+    def unit_offset(self, unit: int) -> int:
+        """Byte offset of a thread's cell in a page, from its first one. A warp asks for 64 bytes of eight rows at a
+        time (record, upper rows first), or for half or whole rows, two at a time (decode).
+        """
+        row_bytes = HEAD_DIM * self.item_bytes
+        if self.kind == "record":
+            return unit // 2 * 64 + unit % 2 * (8 * row_bytes)
+        cells = row_bytes // 256  # of a lane in a row
+        return unit // cells * (2 * row_bytes) + unit % cells * 256
+
     @property
     def groups(self) -> int:
         """Groups of copies of a page: two MMA steps each, or for decode all."""
@@ -211,12 +226,12 @@ class Plan:
         """A stage of results: w and y, then the partial sums of A and B; for decode o."""
         if self.kind == "decode":
             return HEAD_DIM
-        return self.vectors * _RESULT_PITCH + self.partials * 8 * self.vectors
+        return self.columns * _RESULT_PITCH + self.partials * 8 * self.columns
 
     @property
-    def fragment_words(self) -> int:
-        """A stage of fragments: (word, lane, tile, step); the last tile holds k / Gamma. For decode vectors in FP32:
-        d k, d q, d, k, v; then k.k, q.q and k.q, a part per warp; then beta.
+    def vector_words(self) -> int:
+        """A stage of vectors. record: fragments, (word, lane, tile, step); the last tile holds k / Gamma. decode: FP32,
+        d k, d q, d, k, v; then k.k, q.q and k.q, a part per warp of the prologue; then beta.
         """
         if self.kind == "decode":
             return 5 * HEAD_DIM + 4 * self.prologue + 4
@@ -224,7 +239,7 @@ class Plan:
 
     @property
     def barriers(self) -> int:
-        return 2 * FRAGMENT_STAGES + 2 * self.result_stages + VALUE_STAGES
+        return 2 * VECTOR_STAGES + 2 * self.result_stages + VALUE_STAGES
 
     @property
     def areas(self) -> dict[str, int]:
@@ -238,7 +253,7 @@ class Plan:
             "taps": 3 * CONV_WIDTH * HEAD_DIM * self.weight_bytes,
             "bias": 3 * HEAD_DIM * self.weight_bytes,
             "decays": self.padded * _DECAY_PITCH * 4,
-            "fragments": FRAGMENT_STAGES * self.fragment_words * 4,
+            "vectors": VECTOR_STAGES * self.vector_words * 4,
             "results": self.result_stages * self.result_words * 4,
             "barriers": 16 * ceil_div(self.barriers * 8, 16),
         }
@@ -247,7 +262,7 @@ class Plan:
                 "gates": self.padded * _GATE_PITCH * 2,
                 "values": VALUE_STAGES * self.padded * HEAD_DIM * 2,
                 "factors": VALUE_STAGES * self.padded * 16,
-                "coefficients": 8 * self.vectors * 4,
+                "coefficients": 8 * self.columns * 4,
                 "outputs": self.tokens * HEAD_DIM * 2,
             }
         return areas
@@ -296,7 +311,7 @@ def schedule(items: int, sms: int) -> tuple[int, int]:
 def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
     """Why this pair can't run, or None. Pure: no CUDA."""
     if problem.kind == "spec":
-        return "kind=spec: every token's state is written, which hides a serial window; KdaSplit does it as fast"
+        return "kind=spec: its time is that of storing the state of every token, where KdaSplit lacks nothing"
     if problem.kind not in ("decode", "record"):
         return f"kind={problem.kind}: only decode and record"
     for name, value, allowed in (
@@ -335,8 +350,6 @@ def launch(compiled: Compiled, operands: StepOperands, stream: int) -> None:
     """Enqueue one step. Raises ValueError, naming the operand, for operands that the compiled kernel can't take."""
     o, p = operands, compiled.plan
     _check(p, o)
-    assert o.corrections is not None
-    assert o.key_gates is not None
     heads, requests = o.A_log.shape[0], o.slots.shape[0]
     per, ctas = schedule(heads * requests, compiled.sms)
     tensors = (
@@ -362,11 +375,13 @@ def launch(compiled: Compiled, operands: StepOperands, stream: int) -> None:
         o.conv_state.stride(2),
         o.state.stride(0),
         o.slots.stride(0),
-        o.corrections.stride(0),
-        o.key_gates.stride(0),
     )
-    values = (*addresses, *strides, o.corrections.shape[2], heads, requests, per, o.lower_bound, o.scale, o.eps)
-    cubin.launcher(compiled.binary).launch((ctas, 1, 1), values, stream, compiled.pdl)  # type: ignore[arg-type]
+    records = (0, 0, 0)
+    if p.kind == "record" and o.corrections is not None and o.key_gates is not None:
+        records = (o.corrections.stride(0), o.key_gates.stride(0), o.corrections.shape[2])
+    assert o.lower_bound is not None
+    values = (*addresses, *strides, *records, heads, requests, per, o.lower_bound, o.scale, o.eps)
+    cubin.launcher(compiled.binary).launch((ctas, 1, 1), values, stream, compiled.pdl)
 
 
 def _check(p: Plan, o: StepOperands) -> None:
@@ -377,7 +392,7 @@ def _check(p: Plan, o: StepOperands) -> None:
 
     if o.lower_bound is None:
         raise ValueError("lower_bound is None: KdaWS needs a bounded gate")
-    if o.lower_bound * p.tokens < MIN_LOG_DECAY:
+    if p.kind == "record" and o.lower_bound * p.tokens < MIN_LOG_DECAY:
         raise ValueError(f"lower_bound={o.lower_bound} times {p.tokens} tokens is below {MIN_LOG_DECAY}")
     bf16, f32, int32 = "torch.bfloat16", "torch.float32", "torch.int32"
     weight = f32 if p.weight_dtype == "fp32" else bf16
@@ -391,11 +406,10 @@ def _check(p: Plan, o: StepOperands) -> None:
         "norm_weight": f32,
         "state": f32 if p.state_dtype == "fp32" else bf16,
         "slots": int32,
-        "corrections": f32,
-        "key_gates": bf16,
-        "record_rows": int32,
         "out": bf16,
     }
+    if p.kind == "record":
+        dtypes |= {"corrections": f32, "key_gates": bf16, "record_rows": int32}
     if o.conv_bias is not None:
         dtypes["conv_bias"] = weight
     for name, dtype in dtypes.items():
@@ -411,7 +425,7 @@ def _check(p: Plan, o: StepOperands) -> None:
         if name in dtypes and getattr(o, name).data_ptr() % 16:
             refuse(name, "must start at a multiple of 16 bytes")
     for name in ("state", "corrections", "key_gates"):
-        if not getattr(o, name)[0].is_contiguous():
+        if name in dtypes and not getattr(o, name)[0].is_contiguous():
             refuse(name, "must be dense but for its leading stride")
     if o.state.stride(0) * p.item_bytes % 16:
         refuse("state", "must have 16-byte aligned pages")
@@ -427,7 +441,7 @@ def _check(p: Plan, o: StepOperands) -> None:
         refuse("projected", f"must have {p.tokens} rows per request")
     if o.projected.shape[1] < 4 * D + HEAD_DIM + heads:
         refuse("projected", f"must have {4 * D + HEAD_DIM + heads} columns")
-    if o.corrections is not None and o.key_gates is not None:
+    if p.kind == "record" and o.corrections is not None and o.key_gates is not None:
         if o.corrections.shape[2] < p.tokens:
             refuse("corrections", f"must hold {p.tokens} tokens")
         if o.key_gates.shape[2] != o.corrections.shape[2]:
@@ -446,280 +460,197 @@ def _check(p: Plan, o: StepOperands) -> None:
         refuse("conv_state", "must be window-major with 16-byte aligned entries for the compiled kernel")
 
 
+class Args(NamedTuple):
+    """Parameters of the kernel: addresses, strides in elements, sizes. per: items of a CTA."""
+
+    projected: Int64
+    conv_weight: Int64
+    conv_bias: Int64
+    conv_state: Int64
+    f_b: Int64
+    A_log: Int64
+    dt_bias: Int64
+    norm_weight: Int64
+    state: Int64
+    slots: Int64
+    corrections: Int64
+    key_gates: Int64
+    record_rows: Int64
+    out: Int64
+    pitch: Int64
+    conv_stride: Int64
+    tap_stride: Int64
+    state_stride: Int64
+    slots_stride: Int64
+    corrections_stride: Int64
+    key_gates_stride: Int64
+    record_tokens: Int32
+    heads: Int32
+    requests: Int32
+    per: Int32
+    lower_bound: Float32
+    scale: Float32
+    eps: Float32
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A CTA's shared memory: flat areas, most of several stages, and mbarriers, one per stage."""
+
+    state: Any  # [stages, cells, threads, 4 words]
+    inputs: Any  # [2, history + tokens, 3, 128] bf16
+    f_a: Any  # [2, tokens, 128] bf16, units swizzled by token
+    beta: Any  # [2, tokens, 2] bf16, of an even head and its neighbour
+    window: Any  # [2, 3, 128, entries] bf16, dim-first only
+    taps: Any  # [3, 4, 128]
+    bias: Any  # [3, 128]
+    decays: Any  # [tokens, _DECAY_PITCH] f32, base-2 logarithms of Gamma
+    vectors: Any  # [stages, `vector_words`]
+    results: Any  # [stages, `result_words`] f32
+    gates: Any  # [tokens, _GATE_PITCH] bf16 raw gates; record only, as all that follows
+    values: Any  # [stages, tokens, 128] bf16
+    factors: Any  # [stages, tokens, 4] rk, rq, beta
+    coefficients: Any  # [8, columns] A and B
+    outputs: Any  # [tokens, 128] bf16
+    vectors_full: Any
+    vectors_empty: Any
+    results_full: Any
+    results_empty: Any
+    values_empty: Any
+
+
+class Item(NamedTuple):
+    """A place in the walk over the items: head and request, first request and size of the block of requests."""
+
+    head: Int32
+    request: Int32
+    first: Int32
+    size: Int32
+
+
 def _arguments(p: Plan) -> tuple[Any, ...]:
-    strides = (Int64(0), Int64(0), Int64(0), Int64(0), Int64(0), Int64(0), Int64(0))
-    counts = (Int32(0), Int32(1), Int32(1), Int32(2))
-    return (*(Int64(0),) * 14, *strides, *counts, Float32(-5), Float32(1), Float32(1e-5), p)
+    sizes = (Int32(0), Int32(1), Int32(1), Int32(2))
+    return (Args(*(Int64(0),) * 21, *sizes, Float32(-5), Float32(1), Float32(1e-5)), p)
 
 
 @cute.jit
-def _host(
-    projected: Int64,
-    conv_weight: Int64,
-    conv_bias: Int64,
-    conv_state: Int64,
-    f_b: Int64,
-    A_log: Int64,
-    dt_bias: Int64,
-    norm_weight: Int64,
-    state: Int64,
-    slots: Int64,
-    corrections: Int64,
-    key_gates: Int64,
-    record_rows: Int64,
-    out: Int64,
-    pitch: Int64,
-    conv_stride: Int64,
-    tap_stride: Int64,
-    state_stride: Int64,
-    slots_stride: Int64,
-    corrections_stride: Int64,
-    key_gates_stride: Int64,
-    record_tokens: Int32,
-    heads: Int32,
-    requests: Int32,
-    per: Int32,
-    lower_bound: Float32,
-    scale: Float32,
-    eps: Float32,
-    P: cutlass.Constexpr,
-) -> None:
-    kda_ws(
-        projected,
-        conv_weight,
-        conv_bias,
-        conv_state,
-        f_b,
-        A_log,
-        dt_bias,
-        norm_weight,
-        state,
-        slots,
-        corrections,
-        key_gates,
-        record_rows,
-        out,
-        pitch,
-        conv_stride,
-        tap_stride,
-        state_stride,
-        slots_stride,
-        corrections_stride,
-        key_gates_stride,
-        record_tokens,
-        heads,
-        requests,
-        per,
-        lower_bound,
-        scale,
-        eps,
-        P,
-    ).launch(grid=(1, 1, 1), block=(P.threads, 1, 1), min_blocks_per_mp=1)
+def _host(A: Args, P: cutlass.Constexpr) -> None:
+    kda_ws(A, P).launch(grid=(1, 1, 1), block=(P.threads, 1, 1), min_blocks_per_mp=1)
 
 
 @cute.kernel
-def kda_ws(
-    projected: Int64,
-    conv_weight: Int64,
-    conv_bias: Int64,
-    conv_state: Int64,
-    f_b: Int64,
-    A_log: Int64,
-    dt_bias: Int64,
-    norm_weight: Int64,
-    state: Int64,
-    slots: Int64,
-    corrections: Int64,
-    key_gates: Int64,
-    record_rows: Int64,
-    out: Int64,
-    pitch: Int64,
-    conv_stride: Int64,
-    tap_stride: Int64,
-    state_stride: Int64,
-    slots_stride: Int64,
-    corrections_stride: Int64,
-    key_gates_stride: Int64,
-    record_tokens: Int32,
-    heads: Int32,
-    requests: Int32,
-    per: Int32,
-    lower_bound: Float32,
-    scale: Float32,
-    eps: Float32,
-    P: cutlass.Constexpr,
-) -> None:
+def kda_ws(A: Args, P: cutlass.Constexpr) -> None:
     thread, _, _ = arch.thread_idx()
     cta, _, _ = arch.block_idx()
     lane = thread % 32
     warp = arch.make_warp_uniform(thread // 32)
-
-    smem = SmemAllocator()
-    s_state = _take(smem, Uint32, "state", P)
-    s_inputs = _take(smem, BFloat16, "inputs", P)
-    s_f_a = _take(smem, BFloat16, "f_a", P)
-    s_beta = _take(smem, BFloat16, "beta", P)
-    s_window = s_inputs
-    if const_expr(P.layout == "rows"):
-        s_window = _take(smem, BFloat16, "window", P)
-    s_taps = _take(smem, P.conv_dtype, "taps", P)
-    s_bias = _take(smem, P.conv_dtype, "bias", P)
-    s_decays = _take(smem, Float32, "decays", P)
-    s_gates = _take(smem, BFloat16, "gates", P)
-    s_fragments = _take(smem, Uint32, "fragments", P)
-    s_results = _take(smem, Float32, "results", P)
-    s_values = _take(smem, BFloat16, "values", P)
-    s_factors = _take(smem, Float32, "factors", P)
-    s_coefficients = _take(smem, Float32, "coefficients", P)
-    s_outputs = _take(smem, BFloat16, "outputs", P)
-    barriers = _take(smem, Int64, "barriers", P).iterator
-    fragments_full = barriers
-    fragments_empty = barriers + FRAGMENT_STAGES
-    results_full = barriers + 2 * FRAGMENT_STAGES
-    results_empty = results_full + P.result_stages
-    values_empty = results_empty + P.result_stages
-
+    M = allocate(P)
     if thread == 0:
-        for s in range_constexpr(FRAGMENT_STAGES):
-            arch.mbarrier_init(fragments_full + s, P.prologue)
-            arch.mbarrier_init(fragments_empty + s, PRODUCT)
+        for s in range_constexpr(VECTOR_STAGES):
+            arch.mbarrier_init(M.vectors_full + s, P.prologue)
+            arch.mbarrier_init(M.vectors_empty + s, PRODUCT)
         for s in range_constexpr(P.result_stages):
-            arch.mbarrier_init(results_full + s, PRODUCT)
-            arch.mbarrier_init(results_empty + s, EPILOGUE)
+            arch.mbarrier_init(M.results_full + s, PRODUCT)
+            arch.mbarrier_init(M.results_empty + s, P.epilogue)
         for s in range_constexpr(VALUE_STAGES):
-            arch.mbarrier_init(values_empty + s, EPILOGUE)
+            arch.mbarrier_init(M.values_empty + s, P.epilogue)
         arch.mbarrier_init_fence()
     arch.sync_threads()
 
-    count = min(per, heads * requests - cta * per)
-    registers = REGISTERS[P.prologue]
+    count = min(A.per, A.heads * A.requests - cta * A.per)
+    start = first_item(cta, A.per, A.heads, A.requests)
+    # Zero, which the compiler must not know: loads that it takes for the same in all lanes go to a uniform register,
+    # and so are waited for at once.
+    zero = Int32(lane >= 32 * A.heads)
     if warp < P.prologue:
-        arch.setmaxregister_increase(registers[0])
-        prologue(
-            projected,
-            conv_weight,
-            conv_bias,
-            conv_state,
-            f_b,
-            A_log,
-            dt_bias,
-            slots,
-            key_gates,
-            record_rows,
-            pitch,
-            conv_stride,
-            tap_stride,
-            slots_stride,
-            key_gates_stride,
-            record_tokens,
-            heads,
-            requests,
-            per,
-            lower_bound,
-            scale,
-            s_inputs,
-            s_f_a,
-            s_beta,
-            s_window,
-            s_taps,
-            s_bias,
-            s_decays,
-            s_gates,
-            s_fragments,
-            s_values,
-            s_factors,
-            fragments_full,
-            fragments_empty,
-            values_empty,
-            count,
-            cta,
-            warp,
-            lane,
-            P,
-        )
+        if const_expr(P.kind == "record"):
+            arch.setmaxregister_increase(REGISTERS[P.prologue][0])
+        prologue(A, M, start, count, warp, lane, zero, P)
     elif warp < P.prologue + PRODUCT:
-        if const_expr(P.prologue == 4):
-            arch.setmaxregister_decrease(registers[1])
-        product(
-            state,
-            slots,
-            state_stride,
-            slots_stride,
-            heads,
-            requests,
-            per,
-            s_state,
-            s_fragments,
-            s_results,
-            fragments_full,
-            fragments_empty,
-            results_full,
-            results_empty,
-            count,
-            cta,
-            warp - P.prologue,
-            lane,
-            P,
-        )
+        if const_expr(P.kind == "record"):
+            if const_expr(P.prologue == 4):
+                arch.setmaxregister_decrease(REGISTERS[P.prologue][1])
+            record_product(A, M, start, count, warp - P.prologue, lane, zero, P)
+        else:
+            decode_product(A, M, start, count, warp - P.prologue, lane, zero, P)
     else:
-        arch.setmaxregister_decrease(registers[2])
-        epilogue(
-            projected,
-            norm_weight,
-            slots,
-            corrections,
-            record_rows,
-            out,
-            pitch,
-            slots_stride,
-            corrections_stride,
-            record_tokens,
-            heads,
-            requests,
-            per,
-            eps,
-            s_results,
-            s_values,
-            s_factors,
-            s_coefficients,
-            s_outputs,
-            results_full,
-            results_empty,
-            values_empty,
-            count,
-            cta,
-            thread - 32 * (P.prologue + PRODUCT),
-            P,
-        )
+        if const_expr(P.kind == "record"):
+            arch.setmaxregister_decrease(REGISTERS[P.prologue][2])
+            record_epilogue(A, M, start, count, thread - 32 * (P.prologue + PRODUCT), zero, P)
+        else:
+            decode_epilogue(A, M, start, count, lane, zero, P)
 
 
 @cute.jit
-def _take(smem: SmemAllocator, dtype: Any, name: cutlass.Constexpr, P: cutlass.Constexpr) -> cute.Tensor:
-    """A flat area of shared memory."""
-    count = P.areas[name] // (dtype.width // 8)
-    return smem.allocate_tensor(dtype, cute.make_layout(count), byte_alignment=16)
+def allocate(P: cutlass.Constexpr) -> Shared:
+    smem = SmemAllocator()
+
+    def take(dtype: Any, name: str) -> Any:
+        count = P.areas[name] // (dtype.width // 8)
+        return smem.allocate_tensor(dtype, cute.make_layout(count), byte_alignment=16)
+
+    state = take(Uint32, "state")
+    barriers = take(Int64, "barriers").iterator
+    window, windows_used = None, P.layout == "rows"
+    if const_expr(windows_used):
+        window = take(BFloat16, "window")
+    gates, values, factors, coefficients, outputs = None, None, None, None, None
+    if const_expr(P.kind == "record"):
+        gates = take(BFloat16, "gates")
+        values = take(BFloat16, "values")
+        factors = take(Float32, "factors")
+        coefficients = take(Float32, "coefficients")
+        outputs = take(BFloat16, "outputs")
+    return Shared(
+        state=state,
+        inputs=take(BFloat16, "inputs"),
+        f_a=take(BFloat16, "f_a"),
+        beta=take(BFloat16, "beta"),
+        window=window,
+        taps=take(P.conv_dtype, "taps"),
+        bias=take(P.conv_dtype, "bias"),
+        decays=take(Float32, "decays"),
+        vectors=take(Uint32 if P.kind == "record" else Float32, "vectors"),
+        results=take(Float32, "results"),
+        gates=gates,
+        values=values,
+        factors=factors,
+        coefficients=coefficients,
+        outputs=outputs,
+        vectors_full=barriers,
+        vectors_empty=barriers + VECTOR_STAGES,
+        results_full=barriers + 2 * VECTOR_STAGES,
+        results_empty=barriers + 2 * VECTOR_STAGES + P.result_stages,
+        values_empty=barriers + 2 * VECTOR_STAGES + 2 * P.result_stages,
+    )
 
 
 @cute.jit
-def first_item(cta: Int32, per: Int32, heads: Int32, requests: Int32) -> tuple[Int32, Int32, Int32, Int32]:
-    """A CTA's first item: head, request; and its block of requests: first, number."""
+def stage_of(area: cute.Tensor, stage: Int32, stages: cutlass.Constexpr) -> cute.Tensor:
+    """One of the equal stages of an area, flat; a multiple of 16 bytes."""
+    size = cute.size(area) // stages
+    return cute.make_tensor(area.iterator, cute.make_layout((size, stages), stride=(1, size)))[None, stage]
+
+
+@cute.jit
+def first_item(cta: Int32, per: Int32, heads: Int32, requests: Int32) -> Item:
+    """A CTA's first item."""
     size = min(per, requests)
-    blocks_ = requests // size
+    full = requests // size  # blocks of that size
     index = cta * per
-    block = min(index // (size * heads), blocks_)
+    block = min(index // (size * heads), full)
     index = index - block * size * heads
     first = block * size
-    if block == blocks_:
+    if block == full:
         size = requests - first
     head = index // size
-    return head, first + index - head * size, first, size
+    return Item(head, first + index - head * size, first, size)
 
 
 @cute.jit
-def next_item(
-    head: Int32, request: Int32, first: Int32, size: Int32, heads: Int32, requests: Int32
-) -> tuple[Int32, Int32, Int32, Int32]:
+def next_item(item: Item, heads: Int32, requests: Int32) -> Item:
     """The item after it; past the last one, request = requests."""
+    head, request, first, size = item
     request = request + 1
     if request == first + size:
         head = head + 1
@@ -728,15 +659,19 @@ def next_item(
             first = first + size
             size = min(size, requests - first)
         request = first
-    return head, request, first, size
+    return Item(head, request, first, size)
 
 
 @cute.jit
-def of_request(table: Int64, stride: Int64, request: Int32, zero: Int32) -> Int32:
-    """An int32 of a request, from a table of any stride. `zero` is 0, which the compiler must not know: what it takes
-    for the same in all lanes it moves to a uniform register, and so waits for it at once.
-    """
-    return blocks.at(Int32, table + Int64(request) * stride * 4, zero)
+def slot_of(A: Args, request: Int32, zero: Int32) -> Int32:
+    return blocks.at(Int32, A.slots + Int64(request) * A.slots_stride * 4, zero)
+
+
+@cute.jit
+def record_row_of(A: Args, request: Int32, zero: Int32, P: cutlass.Constexpr) -> Int32:
+    if const_expr(P.kind != "record"):
+        return Int32(-1)
+    return blocks.at(Int32, A.record_rows + Int64(request) * 4, zero)
 
 
 @cute.jit
@@ -745,6 +680,11 @@ def arrive(barrier: cute.Pointer, lane: Int32) -> None:
     arch.sync_warp()
     if lane == 0:
         arch.mbarrier_arrive(barrier)
+
+
+@cute.jit
+def exp2(x: Float32) -> Float32:
+    return cute.math.exp2(x, approx=True, ftz=True)
 
 
 @cute.jit
@@ -789,57 +729,40 @@ def put_fragment(x: cute.Tensor, fragments: cute.Tensor, place: Int32, tile: cut
 
 
 @cute.jit
+def get_vector(dtype: cutlass.Constexpr, address: Int64, count: cutlass.Constexpr) -> cute.Tensor:
+    """Neighbouring elements from global memory to registers, 16 bytes at a time."""
+    values = cute.make_rmem_tensor(count, dtype)
+    source = cute.make_ptr(dtype, address, GMEM, assumed_align=min(16, count * dtype.width // 8))
+    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(count)), values)
+    return values
+
+
+@cute.jit
+def put_vector(values: cute.Tensor, address: Int64) -> None:
+    """Neighbouring elements from registers to global memory, in one access."""
+    dtype, count = values.element_type, cute.size(values)
+    target = cute.make_ptr(dtype, address, GMEM, assumed_align=count * dtype.width // 8)
+    cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(count)))
+
+
+@cute.jit
 def prologue(
-    projected: Int64,
-    conv_weight: Int64,
-    conv_bias: Int64,
-    conv_state: Int64,
-    f_b: Int64,
-    A_log: Int64,
-    dt_bias: Int64,
-    slots: Int64,
-    key_gates: Int64,
-    record_rows: Int64,
-    pitch: Int64,
-    conv_stride: Int64,
-    tap_stride: Int64,
-    slots_stride: Int64,
-    key_gates_stride: Int64,
-    record_tokens: Int32,
-    heads: Int32,
-    requests: Int32,
-    per: Int32,
-    lower_bound: Float32,
-    scale: Float32,
-    s_inputs: cute.Tensor,
-    s_f_a: cute.Tensor,
-    s_beta: cute.Tensor,
-    s_window: cute.Tensor,
-    s_taps: cute.Tensor,
-    s_bias: cute.Tensor,
-    s_decays: cute.Tensor,
-    s_gates: cute.Tensor,
-    s_fragments: cute.Tensor,
-    s_values: cute.Tensor,
-    s_factors: cute.Tensor,
-    fragments_full: cute.Pointer,
-    fragments_empty: cute.Pointer,
-    values_empty: cute.Pointer,
+    A: Args,
+    M: cutlass.Constexpr,
+    start: Item,
     count: Int32,
-    cta: Int32,
     warp: Int32,
     lane: Int32,
+    zero: Int32,
     P: cutlass.Constexpr,
 ) -> None:
     """Round n asks for the inputs of item n and works on item n-1; an item's inputs have two stages."""
     tid = warp * 32 + lane
-    zero = Int32(lane >= 32 * heads)
-    D = heads * HEAD_DIM
-    head, request, first, size = first_item(cta, per, heads, requests)
-    slot = of_request(slots, slots_stride, request, zero)
-    record = of_request(record_rows, Int64(1), request, zero)
+    item = start
+    slot = slot_of(A, item.request, zero)
+    record = record_row_of(A, item.request, zero, P)
     # The item before: the one that is worked on.
-    own_head, own_slot, own_record = head, Int32(0), Int32(-1)
+    head, own_slot, own_record = item.head, Int32(0), Int32(-1)
 
     loaded = Int32(-1)  # head whose weights are there
     weights = cute.make_rmem_tensor((2, 2, _STEPS, P.gate_tiles), Uint32)
@@ -853,120 +776,82 @@ def prologue(
         # The inputs of item n-1 are there, and nobody needs those of item n-2.
         arch.barrier(barrier_id=_PROLOGUE_BARRIER, number_of_threads=P.prologue_threads)
 
-        later = next_item(head, request, first, size, heads, requests)
+        later = next_item(item, A.heads, A.requests)
         later_slot, later_record = Int32(0), Int32(-1)
         if n + 1 < count:
-            later_slot = of_request(slots, slots_stride, later[1], zero)
-            later_record = of_request(record_rows, Int64(1), later[1], zero)
+            later_slot = slot_of(A, later.request, zero)
+            later_record = record_row_of(A, later.request, zero, P)
 
-        if own_head != loaded:
-            loaded = own_head
-            load_taps(conv_weight, conv_bias, s_taps, s_bias, own_head, D, tid, P)
-            a_log = load_gate(f_b, A_log, dt_bias, weights, biases, own_head, zero, warp, lane, P)
+        if head != loaded:
+            loaded = head
+            load_taps(A, M, head, tid, P)
+            a_log = load_gate(A, weights, biases, head, zero, warp, lane, P)
         arch.cp_async_commit_group()
         if n < count and slot > 0:
-            window = conv_state + Int64(slot) * conv_stride * 2
-            load_window(window, s_window, s_inputs, tap_stride, stage, head, D, tid, P)
+            load_window(A, M, stage, slot, item.head, tid, P)
         if n == 0:
             arch.griddepcontrol_wait()
             arch.griddepcontrol_launch_dependents()
         if n < count and slot > 0:
-            row = projected + Int64(request * P.tokens) * pitch * 2
-            load_projection(row, pitch, s_inputs, s_f_a, s_beta, stage, head, D, tid, P)
+            load_projection(A, M, stage, item, tid, P)
         arch.cp_async_commit_group()
 
         if n > 0:
             before = stage ^ 1
-            x = stage_of(s_inputs, before, 2)
+            x = stage_of(M.inputs, before, 2)
             if own_slot > 0:
                 if const_expr(P.layout == "rows"):
-                    roll_window(stage_of(s_window, before, 2), x, tid, P)
-                gate(weights, biases, a_log, lower_bound, stage_of(s_f_a, before, 2), s_decays, s_gates, warp, lane, P)
+                    roll_window(stage_of(M.window, before, 2), x, tid, P)
+                gate(A, M, weights, biases, a_log, stage_of(M.f_a, before, 2), warp, lane, P)
             arch.cp_async_wait_group(1)  # the taps
             arch.barrier(barrier_id=_PROLOGUE_BARRIER, number_of_threads=P.prologue_threads)
 
             # Item n-1 takes the stage (n-1) % 2 for the (n-1) / 2-th time.
-            arch.mbarrier_wait(fragments_empty + before, (((n - 1) >> 1) & 1) ^ 1)
-            arch.mbarrier_wait(values_empty + value_stage, value_phase)
+            arch.mbarrier_wait(M.vectors_empty + before, (((n - 1) >> 1) & 1) ^ 1)
+            if const_expr(P.kind == "record"):
+                arch.mbarrier_wait(M.values_empty + value_stage, value_phase)
             if own_slot > 0:
-                records = (
-                    key_gates
-                    + (Int64(own_record) * key_gates_stride + Int64(own_head * record_tokens) * (2 * HEAD_DIM)) * 2
-                )
-                vectors(
-                    x,
-                    s_taps,
-                    s_bias,
-                    s_decays,
-                    s_gates,
-                    stage_of(s_beta, before, 2),
-                    stage_of(s_fragments, before, FRAGMENT_STAGES),
-                    stage_of(s_values, value_stage, VALUE_STAGES),
-                    stage_of(s_factors, value_stage, VALUE_STAGES),
-                    scale,
-                    own_head,
-                    own_record,
-                    records,
-                    warp,
-                    lane,
-                    P,
-                )
-            arrive(fragments_full + before, lane)
+                if const_expr(P.kind == "record"):
+                    record_vectors(A, M, x, before, value_stage, head, own_record, warp, lane, P)
+                else:
+                    decode_vectors(M, x, before, head, warp, lane, P)
+            arrive(M.vectors_full + before, lane)
             if own_slot > 0:
-                window = conv_state + Int64(own_slot) * conv_stride * 2
-                store_window(window, s_window, x, tap_stride, before, own_head, D, tid, P)
+                store_window(A, M, x, before, own_slot, head, tid, P)
             value_stage += 1
             if value_stage == VALUE_STAGES:
                 value_stage, value_phase = Int32(0), value_phase ^ 1
 
-        own_head, own_slot, own_record = head, slot, record
-        head, request, first, size = later
-        slot, record = later_slot, later_record
+        head, own_slot, own_record = item.head, slot, record
+        item, slot, record = later, later_slot, later_record
 
 
 @cute.jit
-def stage_of(area: cute.Tensor, stage: Int32, stages: cutlass.Constexpr) -> cute.Tensor:
-    """One of the equal stages of an area, flat; a multiple of 16 bytes."""
-    size = cute.size(area) // stages
-    return cute.make_tensor(area.iterator, cute.make_layout((size, stages), stride=(1, size)))[None, stage]
-
-
-@cute.jit
-def load_taps(
-    conv_weight: Int64,
-    conv_bias: Int64,
-    s_taps: cute.Tensor,
-    s_bias: cute.Tensor,
-    head: Int32,
-    D: Int32,
-    tid: Int32,
-    P: cutlass.Constexpr,
-) -> None:
+def load_taps(A: Args, M: cutlass.Constexpr, head: Int32, tid: Int32, P: cutlass.Constexpr) -> None:
     """Convolution weights [3, 4, 128] and biases [3, 128] of a head."""
     units = HEAD_DIM * P.weight_bytes // 16  # of a row
     step = P.prologue_threads // units  # rows at a time
     row, unit = tid // units, tid % units
-    size = Int64(D) * P.weight_bytes
-    source = conv_weight + Int64(head) * (HEAD_DIM * P.weight_bytes) + Int64(row) * size + unit * 16
-    target = s_taps.iterator.toint() + tid * 16
+    row_bytes = Int64(A.heads) * (HEAD_DIM * P.weight_bytes)
+    offset = Int64(head) * (HEAD_DIM * P.weight_bytes) + row_bytes * row + unit * 16
+    target = M.taps.iterator.toint() + tid * 16
     for i in range_constexpr(ceil_div(3 * CONV_WIDTH, step)):
         if row + i * step < 3 * CONV_WIDTH:
-            blocks.copy_async(target + i * (16 * P.prologue_threads), source + size * (i * step), 16)
-    if conv_bias != Int64(0):
+            blocks.copy_async(
+                target + i * (16 * P.prologue_threads), A.conv_weight + offset + row_bytes * (i * step), 16
+            )
+    if A.conv_bias != Int64(0):
         if row < 3:
-            source = conv_bias + Int64(head) * (HEAD_DIM * P.weight_bytes) + Int64(row) * size + unit * 16
-            blocks.copy_async(s_bias.iterator.toint() + tid * 16, source, 16)
+            blocks.copy_async(M.bias.iterator.toint() + tid * 16, A.conv_bias + offset, 16)
     else:
         for i in range_constexpr(ceil_div(3 * HEAD_DIM, P.prologue_threads)):
             if tid + i * P.prologue_threads < 3 * HEAD_DIM:
-                s_bias[tid + i * P.prologue_threads] = P.conv_dtype(0)
+                M.bias[tid + i * P.prologue_threads] = P.conv_dtype(0)
 
 
 @cute.jit
 def load_gate(
-    f_b: Int64,
-    A_log: Int64,
-    dt_bias: Int64,
+    A: Args,
     weights: cute.Tensor,
     biases: cute.Tensor,
     head: Int32,
@@ -979,8 +864,8 @@ def load_gate(
     lower row, tile). Returns A_log.
     """
     feature = head * HEAD_DIM + warp * (16 * P.gate_tiles) + lane // 4
-    words = cute.make_ptr(Uint32, f_b + Int64(feature) * (2 * HEAD_DIM) + lane % 4 * 4, GMEM, assumed_align=4)
     row = HEAD_DIM // 2
+    words = cute.make_ptr(Uint32, A.f_b + Int64(feature) * (4 * row) + lane % 4 * 4, GMEM, assumed_align=4)
     part = cute.make_tensor(words, cute.make_layout((2, 2, _STEPS, P.gate_tiles), stride=(4, 8 * row, 8, 16 * row)))
     for tile in range_constexpr(P.gate_tiles):
         for step in range_constexpr(_STEPS):
@@ -989,68 +874,50 @@ def load_gate(
                     weights[k, half, step, tile] = part[k, half, step, tile]
     for tile in range_constexpr(P.gate_tiles):
         for half in range_constexpr(2):
-            biases[half, tile] = blocks.at(Float32, dt_bias, feature + 16 * tile + 8 * half)
-    return blocks.at(Float32, A_log, head + zero)
+            biases[half, tile] = blocks.at(Float32, A.dt_bias, feature + 16 * tile + 8 * half)
+    return blocks.at(Float32, A.A_log, head + zero)
 
 
 @cute.jit
 def load_window(
-    window: Int64,
-    s_window: cute.Tensor,
-    s_inputs: cute.Tensor,
-    tap_stride: Int64,
-    stage: Int32,
-    head: Int32,
-    D: Int32,
-    tid: Int32,
-    P: cutlass.Constexpr,
+    A: Args, M: cutlass.Constexpr, stage: Int32, slot: Int32, head: Int32, tid: Int32, P: cutlass.Constexpr
 ) -> None:
     """rows: all entries, `[3, 128, W]`; taps: the first three, to the rows before the inputs."""
+    page = A.conv_state + Int64(slot) * A.conv_stride * 2
+    D = Int64(A.heads) * HEAD_DIM
     if const_expr(P.layout == "rows"):
-        target = stage_of(s_window, stage, 2).iterator.toint() + tid * 16
+        target = stage_of(M.window, stage, 2).iterator.toint() + tid * 16
         part_bytes = HEAD_DIM * P.window * 2
-        source = window + Int64(head) * part_bytes + tid * 16
+        source = page + Int64(head) * part_bytes + tid * 16
         for part in range_constexpr(3):
             for i in range_constexpr(ceil_div(part_bytes, 16 * P.prologue_threads)):
                 offset = i * 16 * P.prologue_threads
                 if tid * 16 + offset < part_bytes:
                     blocks.copy_async(target + (part * part_bytes + offset), source + offset, 16)
-            source = source + Int64(D) * (P.window * 2)
+            source = source + D * (P.window * 2)
     else:
         row, unit = tid // 16, tid % 16
-        target = stage_of(s_inputs, stage, 2).iterator.toint() + tid * 16
-        source = window + Int64(head * HEAD_DIM + unit * _UNIT) * 2
         step = P.prologue_threads // 16
+        target = stage_of(M.inputs, stage, 2).iterator.toint() + tid * 16
+        source = page + Int64(head * HEAD_DIM + unit * _UNIT) * 2
         for i in range_constexpr(ceil_div(3 * _HISTORY, step)):
             r = row + step * i  # [entry, part]
             if r < 3 * _HISTORY:
                 entry = r // 3
-                part = r - 3 * entry
-                offset = (Int64(entry) * tap_stride + Int64(part) * D) * 2
+                offset = (Int64(entry) * A.tap_stride + Int64(r - 3 * entry) * D) * 2
                 blocks.copy_async(target + i * (16 * P.prologue_threads), source + offset, 16)
 
 
 @cute.jit
-def load_projection(
-    source: Int64,
-    pitch: Int64,
-    s_inputs: cute.Tensor,
-    s_f_a: cute.Tensor,
-    s_beta: cute.Tensor,
-    stage: Int32,
-    head: Int32,
-    D: Int32,
-    tid: Int32,
-    P: cutlass.Constexpr,
-) -> None:
+def load_projection(A: Args, M: cutlass.Constexpr, stage: Int32, item: Item, tid: Int32, P: cutlass.Constexpr) -> None:
     """q, k, v of a head, f_a, swizzled, and beta: a thread takes a 16-byte unit of one token, of each or of two."""
     t, unit = tid // 16 % 8, tid % 16
     if t < P.tokens:
-        row = source + Int64(t) * pitch * 2 + unit * 16
-        inputs = stage_of(s_inputs, stage, 2).iterator.toint() + (_HISTORY + t) * (6 * HEAD_DIM) + unit * 16
-        place = stage_of(s_f_a, stage, 2).iterator.toint() + t * (2 * HEAD_DIM) + (unit ^ t) * 16
-        part_bytes = Int64(D) * 2
-        part = row + Int64(head) * (2 * HEAD_DIM)
+        row = A.projected + (Int64(item.request * P.tokens) + t) * A.pitch * 2 + unit * 16
+        inputs = stage_of(M.inputs, stage, 2).iterator.toint() + (_HISTORY + t) * (6 * HEAD_DIM) + unit * 16
+        place = stage_of(M.f_a, stage, 2).iterator.toint() + t * (2 * HEAD_DIM) + (unit ^ t) * 16
+        part_bytes = Int64(A.heads) * (2 * HEAD_DIM)
+        part = row + Int64(item.head) * (2 * HEAD_DIM)
         f_a = row + part_bytes * 4
         if const_expr(P.prologue == 4):
             for i in range_constexpr(3):
@@ -1064,8 +931,8 @@ def load_projection(
             blocks.copy_async(place, f_a, 16)
         # The word's other half is beta of a neighbouring head, or padding of the row.
         if unit == 0 and tid < 128:
-            word = f_a + 2 * HEAD_DIM + (head >> 1) * 4
-            blocks.copy_async(stage_of(s_beta, stage, 2).iterator.toint() + t * 4, word, 4)
+            word = f_a + 2 * HEAD_DIM + (item.head >> 1) * 4
+            blocks.copy_async(stage_of(M.beta, stage, 2).iterator.toint() + t * 4, word, 4)
 
 
 @cute.jit
@@ -1117,44 +984,44 @@ def roll_channel(window: cute.Tensor, x: cute.Tensor, channel: Int32, P: cutlass
 
 @cute.jit
 def store_window(
-    window: Int64,
-    s_window: cute.Tensor,
+    A: Args,
+    M: cutlass.Constexpr,
     x: cute.Tensor,
-    tap_stride: Int64,
     stage: Int32,
+    slot: Int32,
     head: Int32,
-    D: Int32,
     tid: Int32,
     P: cutlass.Constexpr,
 ) -> None:
     """The two inputs before this step's, then these, as the first tokens + 2 entries."""
+    page = A.conv_state + Int64(slot) * A.conv_stride * 2
+    D = Int64(A.heads) * HEAD_DIM
     if const_expr(P.layout == "rows"):
-        rolled = stage_of(s_window, stage, 2)
         part_units = HEAD_DIM * P.window // _UNIT
         units = cute.make_tensor(
-            rolled.iterator, cute.make_layout((_UNIT, part_units, 3), stride=(1, _UNIT, HEAD_DIM * P.window))
+            stage_of(M.window, stage, 2).iterator,
+            cute.make_layout((_UNIT, part_units, 3), stride=(1, _UNIT, HEAD_DIM * P.window)),
         )
-        target = window + Int64(head) * (HEAD_DIM * P.window * 2) + tid * 16
+        target = page + Int64(head) * (HEAD_DIM * P.window * 2) + tid * 16
         for part in range_constexpr(3):
             for i in range_constexpr(ceil_div(part_units, P.prologue_threads)):
                 unit = tid + i * P.prologue_threads
                 if unit < part_units:
                     store_unit(units[None, unit, part], target + i * (16 * P.prologue_threads))
-            target = target + Int64(D) * (P.window * 2)
+            target = target + D * (P.window * 2)
     else:
         # [entry, part] from the second row on
         units = cute.make_tensor(
             x.iterator + 3 * HEAD_DIM, cute.make_layout((_UNIT, (P.tokens + 2) * 48), stride=(1, _UNIT))
         )
         row, unit = tid // 16, tid % 16
-        target = window + Int64(head * HEAD_DIM + unit * _UNIT) * 2
         step = P.prologue_threads // 16
+        target = page + Int64(head * HEAD_DIM + unit * _UNIT) * 2
         for i in range_constexpr(ceil_div(3 * (P.tokens + 2), step)):
             r = row + step * i
             if r < 3 * (P.tokens + 2):
                 entry = r // 3
-                part = r - 3 * entry
-                offset = (Int64(entry) * tap_stride + Int64(part) * D) * 2
+                offset = (Int64(entry) * A.tap_stride + Int64(r - 3 * entry) * D) * 2
                 store_unit(units[None, tid + i * P.prologue_threads], target + offset)
 
 
@@ -1163,57 +1030,57 @@ def store_unit(unit: cute.Tensor, address: Int64) -> None:
     """16 bytes from shared to global memory."""
     values = cute.make_rmem_tensor(_UNIT, BFloat16)
     cute.autovec_copy(unit, values)
-    target = cute.make_ptr(BFloat16, address, GMEM, assumed_align=16)
-    cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(_UNIT)))
+    put_vector(values, address)
 
 
 @cute.jit
 def gate(
+    A: Args,
+    M: cutlass.Constexpr,
     weights: cute.Tensor,
     biases: cute.Tensor,
     a_log: Float32,
-    lower_bound: Float32,
     f_a: cute.Tensor,
-    s_decays: cute.Tensor,
-    s_gates: cute.Tensor,
     warp: Int32,
     lane: Int32,
     P: cutlass.Constexpr,
 ) -> None:
-    """16 or 32 features of all tokens per warp: raw gates, and the base-2 logarithms of Gamma."""
+    """16 or 32 features of all tokens per warp: raw gates (record), and the base-2 logarithms of Gamma."""
     g, q = lane // 4, lane % 4
     # Pairs of columns: (pair of a unit, unit, token); units are swizzled by token % 8.
     inputs = cute.make_tensor(
         cute.recast_ptr(f_a.iterator, dtype=Uint32),
         cute.make_layout((4, 16, P.tokens), stride=(1, 4, HEAD_DIM // 2)),
     )
-    gates = cute.make_tensor(s_gates.iterator, cute.make_layout((HEAD_DIM, P.padded), stride=(1, _GATE_PITCH)))
-    decays = cute.make_tensor(s_decays.iterator, cute.make_layout((HEAD_DIM, P.padded), stride=(1, _DECAY_PITCH)))
+    decays = cute.make_tensor(M.decays.iterator, cute.make_layout((HEAD_DIM, P.padded), stride=(1, _DECAY_PITCH)))
     exp_A = blocks.exp(a_log)
     token = min(g, P.tokens - 1)
     chains = 1 if const_expr(P.gate_mode == 0) else 4
-    zero = (Float32(0), Float32(0), Float32(0), Float32(0))
-    sums = [[zero for _ in range(chains)] for _ in range(P.gate_tiles)]
-    for i in range_constexpr(_STEPS):
-        chain = i * chains // _STEPS
-        b = (inputs[q, 2 * i ^ (token & 7), token], inputs[q, (2 * i + 1) ^ (token & 7), token])
-        for tile in range_constexpr(P.gate_tiles):
-            a = (weights[0, 0, i, tile], weights[0, 1, i, tile], weights[1, 0, i, tile], weights[1, 1, i, tile])
-            sums[tile][chain] = blocks.mma_16816(sums[tile][chain], a, b)
+    none = (Float32(0), Float32(0), Float32(0), Float32(0))
     for tile in range_constexpr(P.gate_tiles):
+        sums = [none for _ in range(chains)]
+        for i in range_constexpr(_STEPS):
+            chain = i * chains // _STEPS
+            a = (weights[0, 0, i, tile], weights[0, 1, i, tile], weights[1, 0, i, tile], weights[1, 1, i, tile])
+            b = (inputs[q, 2 * i ^ (token & 7), token], inputs[q, (2 * i + 1) ^ (token & 7), token])
+            sums[chain] = blocks.mma_16816(sums[chain], a, b)
         for half in range_constexpr(2):
             feature = warp * (16 * P.gate_tiles) + 16 * tile + 8 * half + g
             logs = cute.make_rmem_tensor(2, Float32)
             for side in range_constexpr(2):
-                raw = sums[tile][0][2 * half + side]
+                raw = sums[0][2 * half + side]
                 for chain in range_constexpr(1, chains):
-                    raw = raw + sums[tile][chain][2 * half + side]
+                    raw = raw + sums[chain][2 * half + side]
                 rounded = raw.to(BFloat16)
                 logs[side] = blocks.log_decay(
-                    rounded.to(Float32), biases[half, tile], exp_A, lower_bound * Float32(_LOG2E)
+                    rounded.to(Float32), biases[half, tile], exp_A, A.lower_bound * Float32(_LOG2E)
                 )
-                if 2 * q + side < P.tokens:
-                    gates[feature, 2 * q + side] = rounded
+                if const_expr(P.kind == "record"):
+                    gates = cute.make_tensor(
+                        M.gates.iterator, cute.make_layout((HEAD_DIM, P.padded), stride=(1, _GATE_PITCH))
+                    )
+                    if 2 * q + side < P.tokens:
+                        gates[feature, 2 * q + side] = rounded
             before = earlier(logs[0] + logs[1], q, P)
             for side in range_constexpr(2):
                 before = before + logs[side]
@@ -1240,20 +1107,14 @@ def earlier(x: Float32, q: Int32, P: cutlass.Constexpr) -> Float32:
 
 
 @cute.jit
-def vectors(
+def record_vectors(
+    A: Args,
+    M: cutlass.Constexpr,
     x: cute.Tensor,
-    s_taps: cute.Tensor,
-    s_bias: cute.Tensor,
-    s_decays: cute.Tensor,
-    s_gates: cute.Tensor,
-    beta: cute.Tensor,
-    fragments: cute.Tensor,
-    values: cute.Tensor,
-    factors: cute.Tensor,
-    scale: Float32,
+    stage: Int32,
+    value_stage: Int32,
     head: Int32,
     record: Int32,
-    records: Int64,
     warp: Int32,
     lane: Int32,
     P: cutlass.Constexpr,
@@ -1265,20 +1126,23 @@ def vectors(
     """
     begin = warp * P.warp_tokens
     if begin < P.tokens:
+        records = (
+            A.key_gates + (Int64(record) * A.key_gates_stride + Int64(head * A.record_tokens) * (2 * HEAD_DIM)) * 2
+        )
         inputs = cute.make_tensor(
             x.iterator, cute.make_layout((4, 32, 3, P.rows), stride=(1, 4, HEAD_DIM, 3 * HEAD_DIM))
         )
         taps = cute.make_tensor(
-            s_taps.iterator, cute.make_layout((4, 32, CONV_WIDTH, 3), stride=(1, 4, HEAD_DIM, CONV_WIDTH * HEAD_DIM))
+            M.taps.iterator, cute.make_layout((4, 32, CONV_WIDTH, 3), stride=(1, 4, HEAD_DIM, CONV_WIDTH * HEAD_DIM))
         )
-        biases = cute.make_tensor(s_bias.iterator, cute.make_layout((4, 32, 3), stride=(1, 4, HEAD_DIM)))
-        decays = cute.make_tensor(s_decays.iterator, cute.make_layout((4, 32, P.padded), stride=(1, 4, _DECAY_PITCH)))
-        gates = cute.make_tensor(s_gates.iterator, cute.make_layout((4, 32, P.padded), stride=(1, 4, _GATE_PITCH)))
-        v = cute.make_tensor(values.iterator, cute.make_layout((4, 32, P.padded), stride=(1, 4, HEAD_DIM)))
-        cells = cute.make_tensor(
-            fragments.iterator,
-            cute.make_layout((4, 32, P.tiles + 1, _STEPS), stride=(1, 4, 128, 128 * (P.tiles + 1))),
+        biases = cute.make_tensor(M.bias.iterator, cute.make_layout((4, 32, 3), stride=(1, 4, HEAD_DIM)))
+        decays = cute.make_tensor(M.decays.iterator, cute.make_layout((4, 32, P.padded), stride=(1, 4, _DECAY_PITCH)))
+        gates = cute.make_tensor(M.gates.iterator, cute.make_layout((4, 32, P.padded), stride=(1, 4, _GATE_PITCH)))
+        v = cute.make_tensor(
+            stage_of(M.values, value_stage, VALUE_STAGES).iterator,
+            cute.make_layout((4, 32, P.padded), stride=(1, 4, HEAD_DIM)),
         )
+        cells = fragments_of(M, stage, P)
         step, column = fragment_of(lane, P)
         squares = cute.make_rmem_tensor(2 * P.warp_tokens, Float32)  # k.k and q.q of every token
         for order in range_constexpr(3):
@@ -1316,10 +1180,10 @@ def vectors(
                             aged[c] = convolved[c] * exp2(-log_gamma[c])
                         put_fragment(aged, cells, t * 4 + column, P.tiles, step)
                         if record >= 0 and t < P.tokens:
-                            store_quad(rounded, records + Int64(t * (2 * HEAD_DIM) + 4 * lane) * 2)
+                            put_vector(rounded, records + Int64(t * (2 * HEAD_DIM) + 4 * lane) * 2)
                             raw = cute.make_rmem_tensor(4, BFloat16)
                             cute.autovec_copy(gates[None, lane, t], raw)
-                            store_quad(raw, records + Int64(t * (2 * HEAD_DIM) + HEAD_DIM + 4 * lane) * 2)
+                            put_vector(raw, records + Int64(t * (2 * HEAD_DIM) + HEAD_DIM + 4 * lane) * 2)
                     for c in range_constexpr(4):
                         convolved[c] = convolved[c] * exp2(log_gamma[c])
                     vector = t
@@ -1328,12 +1192,14 @@ def vectors(
                     tile = 1 if const_expr(part == 0 and P.tiles == 2) else 0
                     put_fragment(convolved, cells, vector * 4 + column, tile, step)
 
+        factors = stage_of(M.factors, value_stage, VALUE_STAGES)
+        beta = stage_of(M.beta, stage, 2)
         copies = 16 // P.warp_tokens
         total = blocks.row_sums(squares, 2 * P.warp_tokens, 32, lane)
         inverse = blocks.rsqrt(total + Float32(_KEY_EPS))
         which = lane // copies  # of the squares
         if which % 2 == 1:
-            inverse = inverse * scale
+            inverse = inverse * A.scale
         if lane % copies == 0:
             factors[(begin + which // 2) * 4 + which % 2] = inverse
         if lane < P.warp_tokens:
@@ -1341,8 +1207,12 @@ def vectors(
 
 
 @cute.jit
-def exp2(x: Float32) -> Float32:
-    return cute.math.exp2(x, approx=True, ftz=True)
+def fragments_of(M: cutlass.Constexpr, stage: Int32, P: cutlass.Constexpr) -> cute.Tensor:
+    """(word, lane, tile, step) of a stage."""
+    return cute.make_tensor(
+        stage_of(M.vectors, stage, VECTOR_STAGES).iterator,
+        cute.make_layout((4, 32, P.tiles + 1, _STEPS), stride=(1, 4, 128, 128 * (P.tiles + 1))),
+    )
 
 
 @cute.jit
@@ -1357,77 +1227,133 @@ def fragment_of(quad: Int32, P: cutlass.Constexpr) -> tuple[Int32, Int32]:
 
 
 @cute.jit
-def store_quad(values: cute.Tensor, address: Int64) -> None:
-    target = cute.make_ptr(BFloat16, address, GMEM, assumed_align=8)
-    cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(4)))
-
-
-@cute.jit
-def product(
-    state: Int64,
-    slots: Int64,
-    state_stride: Int64,
-    slots_stride: Int64,
-    heads: Int32,
-    requests: Int32,
-    per: Int32,
-    s_state: cute.Tensor,
-    s_fragments: cute.Tensor,
-    s_results: cute.Tensor,
-    fragments_full: cute.Pointer,
-    fragments_empty: cute.Pointer,
-    results_full: cute.Pointer,
-    results_empty: cute.Pointer,
-    count: Int32,
-    cta: Int32,
+def decode_vectors(
+    M: cutlass.Constexpr,
+    x: cute.Tensor,
+    stage: Int32,
+    head: Int32,
     warp: Int32,
     lane: Int32,
     P: cutlass.Constexpr,
 ) -> None:
-    """Warp = 16 state rows, lane (g, q) = columns of rows g and g + 8. Its cells are refilled with item n + stages."""
-    tid = warp * 32 + lane
-    zero = Int32(lane >= 32 * heads)
-    row = warp * 16 + lane // 4
-    base = state + Int64(row * (HEAD_DIM * P.item_bytes) + lane % 4 * 16)
-    cells = cute.make_tensor(
-        s_state.iterator,
+    """Thread = channel of q, k and v: see `vector_words`."""
+    channel = warp * 32 + lane
+    inputs = cute.make_tensor(x.iterator, cute.make_layout((HEAD_DIM, 3, P.rows), stride=(1, HEAD_DIM, 3 * HEAD_DIM)))
+    taps = cute.make_tensor(
+        M.taps.iterator, cute.make_layout((HEAD_DIM, CONV_WIDTH, 3), stride=(1, HEAD_DIM, CONV_WIDTH * HEAD_DIM))
+    )
+    biases = cute.make_tensor(M.bias.iterator, cute.make_layout((HEAD_DIM, 3), stride=(1, HEAD_DIM)))
+    convolved = cute.make_rmem_tensor(3, Float32)
+    for part in range_constexpr(3):
+        y = biases[channel, part].to(Float32)
+        for tap in range_constexpr(CONV_WIDTH):
+            y += taps[channel, tap, part].to(Float32) * inputs[channel, part, tap].to(Float32)
+        convolved[part] = (y * blocks.sigmoid(y)).to(BFloat16).to(Float32)
+    q, k, v = convolved[0], convolved[1], convolved[2]
+    d = exp2(M.decays[channel])
+    words = stage_of(M.vectors, stage, VECTOR_STAGES)
+    of_channel = cute.make_tensor(words.iterator, cute.make_layout((HEAD_DIM, 5), stride=(1, HEAD_DIM)))
+    of_channel[channel, 0] = d * k
+    of_channel[channel, 1] = d * q
+    of_channel[channel, 2] = d
+    of_channel[channel, 3] = k
+    of_channel[channel, 4] = v
+    sums = cute.make_rmem_tensor(4, Float32)
+    sums[0], sums[1], sums[2], sums[3] = k * k, q * q, k * q, Float32(0)
+    total = blocks.row_sums(sums, 4, 32, lane)  # of sum lane // 8
+    if lane % 8 == 0 and lane < 24:
+        words[5 * HEAD_DIM + lane // 8 * 4 + warp] = total
+    if channel == 0:
+        words[5 * HEAD_DIM + 12] = blocks.sigmoid(stage_of(M.beta, stage, 2)[head & 1].to(Float32))
+
+
+@cute.jit
+def page_of(A: Args, base: Int64, slot: Int32, head: Int32, P: cutlass.Constexpr) -> Int64:
+    return base + (Int64(slot) * A.state_stride + Int64(head) * (HEAD_DIM * HEAD_DIM)) * P.item_bytes
+
+
+@cute.jit
+def cells_of(M: cutlass.Constexpr, P: cutlass.Constexpr) -> cute.Tensor:
+    """(word, thread, cell, stage)"""
+    return cute.make_tensor(
+        M.state.iterator,
         cute.make_layout(
             (4, _PRODUCT_THREADS, P.units, P.state_stages),
             stride=(1, 4, 4 * _PRODUCT_THREADS, 4 * _PRODUCT_THREADS * P.units),
         ),
     )
-    head, request, first, size = first_item(cta, per, heads, requests)
+
+
+@cute.jit
+def load_group(
+    cells: cute.Tensor, page: Int64, group: cutlass.Constexpr, stage: Int32, tid: Int32, P: cutlass.Constexpr
+) -> None:
+    """Ask for a group of a thread's cells, from its place in a page."""
+    for i in range_constexpr(P.units // P.groups):
+        unit = group * (P.units // P.groups) + i
+        blocks.copy_async(cells[None, tid, unit, stage].iterator.toint(), page + P.unit_offset(unit), 16)
+
+
+@cute.jit
+def first_loads(
+    A: Args,
+    base: Int64,
+    cells: cute.Tensor,
+    start: Item,
+    count: Int32,
+    tid: Int32,
+    zero: Int32,
+    P: cutlass.Constexpr,
+) -> Item:
+    """Ask for the states that there are stages for. Returns the item after them."""
+    item = start
     for n in cutlass.range(P.state_stages, unroll=1):
-        live = Int32(0)
+        slot = Int32(0)
         if n < count:
-            live = of_request(slots, slots_stride, request, zero)
-        page = page_of(base, live, head, state_stride, P)
+            slot = slot_of(A, item.request, zero)
+        page = page_of(A, base, slot, item.head, P)
         for group in range_constexpr(P.groups):
-            if live > 0:
+            if slot > 0:
                 load_group(cells, page, group, n, tid, P)
             arch.cp_async_commit_group()
-        head, request, first, size = next_item(head, request, first, size, heads, requests)
-    slot = Int32(0)  # of the item that item n's cells are refilled with
+        item = next_item(item, A.heads, A.requests)
+    return item
+
+
+@cute.jit
+def record_product(
+    A: Args,
+    M: cutlass.Constexpr,
+    start: Item,
+    count: Int32,
+    warp: Int32,
+    lane: Int32,
+    zero: Int32,
+    P: cutlass.Constexpr,
+) -> None:
+    """Warp = 16 state rows, lane (g, q) = columns of rows g and g + 8. Its cells are refilled with item n + stages."""
+    tid = warp * 32 + lane
+    base = A.state + Int64((warp * 16 + lane // 4) * (HEAD_DIM * P.item_bytes) + lane % 4 * 16)
+    cells = cells_of(M, P)
+    item = first_loads(A, base, cells, start, count, tid, zero, P)
+    slot = Int32(0)  # of that item
     if count > P.state_stages:
-        slot = of_request(slots, slots_stride, request, zero)
+        slot = slot_of(A, item.request, zero)
     arch.griddepcontrol_wait()
     arch.griddepcontrol_launch_dependents()
 
     state_stage, result_stage, result_phase = Int32(0), Int32(0), Int32(1)
     for n in cutlass.range(count, unroll=1):
         stage = n & 1
-        page = page_of(base, slot, head, state_stride, P)
         refill = slot
-        head, request, first, size = next_item(head, request, first, size, heads, requests)
+        page = page_of(A, base, slot, item.head, P)
+        item = next_item(item, A.heads, A.requests)
         slot = Int32(0)
         if n + 1 + P.state_stages < count:
-            slot = of_request(slots, slots_stride, request, zero)
+            slot = slot_of(A, item.request, zero)
 
-        arch.mbarrier_wait(fragments_full + stage, (n >> 1) & 1)
-        fragments = cute.make_tensor(
-            stage_of(s_fragments, stage, FRAGMENT_STAGES).iterator,
-            cute.make_layout((4, 32, P.tiles + 1, _STEPS), stride=(1, 4, 128, 128 * (P.tiles + 1))),
-        )
+        arch.mbarrier_wait(M.vectors_full + stage, (n >> 1) & 1)
+        fragments = fragments_of(M, stage, P)
         coefficients = vector_products(fragments, warp, lane, P)
         none = (Float32(0), Float32(0), Float32(0), Float32(0))
         sums = [none for _ in range(P.tiles)]
@@ -1453,33 +1379,17 @@ def product(
             if refill > 0:
                 load_group(cells, page, group, state_stage, tid, P)
             arch.cp_async_commit_group()
-        arrive(fragments_empty + stage, lane)
+        arrive(M.vectors_empty + stage, lane)
 
-        arch.mbarrier_wait(results_empty + result_stage, result_phase)
-        put_results(stage_of(s_results, result_stage, P.result_stages), sums, corrections, coefficients, warp, lane, P)
-        arrive(results_full + result_stage, lane)
+        arch.mbarrier_wait(M.results_empty + result_stage, result_phase)
+        put_results(stage_of(M.results, result_stage, P.result_stages), sums, corrections, coefficients, warp, lane, P)
+        arrive(M.results_full + result_stage, lane)
         state_stage += 1
         if state_stage == P.state_stages:
             state_stage = Int32(0)
         result_stage += 1
         if result_stage == P.result_stages:
             result_stage, result_phase = Int32(0), result_phase ^ 1
-
-
-@cute.jit
-def page_of(base: Int64, slot: Int32, head: Int32, state_stride: Int64, P: cutlass.Constexpr) -> Int64:
-    return base + (Int64(slot) * state_stride + Int64(head) * (HEAD_DIM * HEAD_DIM)) * P.item_bytes
-
-
-@cute.jit
-def load_group(
-    cells: cute.Tensor, page: Int64, group: cutlass.Constexpr, stage: Int32, tid: Int32, P: cutlass.Constexpr
-) -> None:
-    """Ask for a group of a thread's cells: 64 bytes of eight rows at a time, upper rows first."""
-    for i in range_constexpr(P.units // P.groups):
-        unit = group * (P.units // P.groups) + i
-        source = page + (unit // 2 * 64 + unit % 2 * (8 * HEAD_DIM * P.item_bytes))
-        blocks.copy_async(cells[None, tid, unit, stage].iterator.toint(), source, 16)
 
 
 @cute.jit
@@ -1538,17 +1448,17 @@ def put_results(
     lane: Int32,
     P: cutlass.Constexpr,
 ) -> None:
-    """w and y [vector, row], and this warp's partial sums of A and B [partial, s, vector]."""
+    """w and y [column, row], and this warp's partial sums of A and B [partial, s, column]."""
     g, q = lane // 4, lane % 4
-    rows = cute.make_tensor(results.iterator, cute.make_layout((HEAD_DIM, P.vectors), stride=(1, _RESULT_PITCH)))
+    rows = cute.make_tensor(results.iterator, cute.make_layout((HEAD_DIM, P.columns), stride=(1, _RESULT_PITCH)))
     for tile in range_constexpr(P.tiles):
         for half in range_constexpr(2):
             for side in range_constexpr(2):
                 total = sums[tile][2 * half + side] + corrections[tile][2 * half + side]
                 rows[warp * 16 + 8 * half + g, 8 * tile + 2 * q + side] = total
     partial = cute.make_tensor(
-        results.iterator + P.vectors * _RESULT_PITCH,
-        cute.make_layout((2, 4, P.tiles, 8, P.partials), stride=(1, 2, 8, P.vectors, 8 * P.vectors)),
+        results.iterator + P.columns * _RESULT_PITCH,
+        cute.make_layout((2, 4, P.tiles, 8, P.partials), stride=(1, 2, 8, P.columns, 8 * P.columns)),
     )
     two = cute.make_rmem_tensor(2, Float32)
     two[0], two[1] = coefficients
@@ -1556,92 +1466,188 @@ def put_results(
 
 
 @cute.jit
-def epilogue(
-    projected: Int64,
-    norm_weight: Int64,
-    slots: Int64,
-    corrections: Int64,
-    record_rows: Int64,
-    out: Int64,
-    pitch: Int64,
-    slots_stride: Int64,
-    corrections_stride: Int64,
-    record_tokens: Int32,
-    heads: Int32,
-    requests: Int32,
-    per: Int32,
-    eps: Float32,
-    s_results: cute.Tensor,
-    s_values: cute.Tensor,
-    s_factors: cute.Tensor,
-    s_coefficients: cute.Tensor,
-    s_outputs: cute.Tensor,
-    results_full: cute.Pointer,
-    results_empty: cute.Pointer,
-    values_empty: cute.Pointer,
+def decode_product(
+    A: Args,
+    M: cutlass.Constexpr,
+    start: Item,
     count: Int32,
-    cta: Int32,
-    tid: Int32,
+    warp: Int32,
+    lane: Int32,
+    zero: Int32,
     P: cutlass.Constexpr,
 ) -> None:
-    """Thread = state row in the substitution, 8 channels of a token in the norm."""
-    lane = tid % 32
-    zero = Int32(lane >= 32 * heads)
-    D = heads * HEAD_DIM
-    t, unit = min(tid // 16, P.tokens - 1), tid % 16
-    head, request, first, size = first_item(cta, per, heads, requests)
-    norm = cute.make_rmem_tensor(_UNIT, Float32)
-    norm_units = cute.make_tensor(
-        cute.make_ptr(Float32, norm_weight, GMEM, assumed_align=16), cute.make_layout((_UNIT, 16), stride=(1, _UNIT))
-    )
-    cute.autovec_copy(norm_units[None, unit], norm)
+    """Warp = 16 state rows, two at a time; a half-warp holds a row. Its cells are refilled with item n + stages."""
+    tid = warp * 32 + lane
+    row = warp * 16 + lane // 16
+    base = A.state + Int64(row * (HEAD_DIM * P.item_bytes) + lane % 16 * 16)
+    cells = cells_of(M, P)
+    item = first_loads(A, base, cells, start, count, tid, zero, P)
+    slot = Int32(0)  # of that item
+    if count > P.state_stages:
+        slot = slot_of(A, item.request, zero)
+    own_item = start
+    own_slot = slot_of(A, start.request, zero)
     arch.griddepcontrol_wait()
     arch.griddepcontrol_launch_dependents()
 
-    result_stage, result_phase = Int32(0), Int32(0)
-    value_stage = Int32(0)
-    for _ in cutlass.range(count, unroll=1):
-        slot = of_request(slots, slots_stride, request, zero)
-        record = of_request(record_rows, Int64(1), request, zero)
-        row = Int64(request * P.tokens + t)
-        channel = Int64(head * HEAD_DIM + unit * _UNIT)
-        gates = cute.make_rmem_tensor(_UNIT, BFloat16)
-        load_unit((projected + (row * pitch + Int64(D) * 3 + channel) * 2), gates)
-        target = out + (row * D + channel) * 2
+    own = row + lane % 16 // 2 * 2  # row whose sums end up on this lane, and on a neighbour
+    state_stage, result_stage, result_phase = Int32(0), Int32(0), Int32(1)
+    for n in cutlass.range(count, unroll=1):
+        stage = n & 1
+        refill = slot
+        page = page_of(A, base, slot, item.head, P)
+        item = next_item(item, A.heads, A.requests)
+        slot = Int32(0)
+        if n + 1 + P.state_stages < count:
+            slot = slot_of(A, item.request, zero)
+        target = page_of(A, base, own_slot, own_item.head, P)
+        live = own_slot > 0
+        own_item = next_item(own_item, A.heads, A.requests)
+        own_slot = Int32(0)
+        if n + 1 < count:
+            own_slot = slot_of(A, own_item.request, zero)
 
-        arch.mbarrier_wait(results_full + result_stage, result_phase)
+        arch.cp_async_wait_group(P.state_stages - 1)
+        S = take_state(cells, tid, state_stage, P)
+        if refill > 0:
+            load_group(cells, page, 0, state_stage, tid, P)
+        arch.cp_async_commit_group()
+
+        arch.mbarrier_wait(M.vectors_full + stage, (n >> 1) & 1)
+        words = stage_of(M.vectors, stage, VECTOR_STAGES)
+        w = row_products(S, words, 0, lane, P)
+        y = row_products(S, words, 1, lane, P)
+        dots = cute.make_rmem_tensor((4, 4), Float32)  # parts of k.k, q.q, k.q; beta
+        cute.autovec_copy(cute.make_tensor(words.iterator + 5 * HEAD_DIM, cute.make_layout((4, 4))), dots)
+        kk = (dots[0, 0] + dots[1, 0]) + (dots[2, 0] + dots[3, 0])
+        qq = (dots[0, 1] + dots[1, 1]) + (dots[2, 1] + dots[3, 1])
+        kq = (dots[0, 2] + dots[1, 2]) + (dots[2, 2] + dots[3, 2])
+        rk = blocks.rsqrt(kk + Float32(_KEY_EPS))
+        rq = A.scale * blocks.rsqrt(qq + Float32(_KEY_EPS))
+        u = dots[0, 3] * (words[4 * HEAD_DIM + own] - w * rk)
+        o = rq * (y + u * rk * kq)
+
+        arch.mbarrier_wait(M.results_empty + result_stage, result_phase)
+        results = stage_of(M.results, result_stage, P.result_stages)
+        if lane % 2 == 0:
+            results[own] = o
+        arrive(M.results_full + result_stage, lane)
+
+        update(S, words, u * rk, lane, P)
+        arrive(M.vectors_empty + stage, lane)
+        if live:
+            store_state(S, target, P)
+        state_stage += 1
+        if state_stage == P.state_stages:
+            state_stage = Int32(0)
+        result_stage += 1
+        if result_stage == P.result_stages:
+            result_stage, result_phase = Int32(0), result_phase ^ 1
+
+
+@cute.jit
+def take_state(cells: cute.Tensor, tid: Int32, stage: Int32, P: cutlass.Constexpr) -> cute.Tensor:
+    """A thread's cells of a stage in registers, (element, cell)."""
+    S = cute.make_rmem_tensor((P.vector, P.units), Float32)
+    for unit in range_constexpr(P.units):
+        raw = cute.make_rmem_tensor(4, Uint32)
+        cute.autovec_copy(cells[None, tid, unit, stage], raw)
+        S[None, unit].store(cute.recast_tensor(raw, P.dtype).load().to(Float32))
+    return S
+
+
+@cute.jit
+def store_state(S: cute.Tensor, target: Int64, P: cutlass.Constexpr) -> None:
+    for unit in range_constexpr(P.units):
+        piece = cute.make_rmem_tensor(P.vector, P.dtype)
+        piece.store(S[None, unit].load().to(P.dtype))
+        put_vector(piece, target + P.unit_offset(unit))
+
+
+@cute.jit
+def columns_of(words: cute.Tensor, which: cutlass.Constexpr, lane: Int32, P: cutlass.Constexpr) -> cute.Tensor:
+    """A vector's elements in this lane's columns, (4, fours of a row)."""
+    fours = cute.make_tensor(
+        words.iterator + which * HEAD_DIM,
+        cute.make_layout((4, 16, 2), stride=(1, P.vector, 64 if P.state_dtype == "fp32" else 4)),
+    )
+    x = cute.make_rmem_tensor((4, 2), Float32)
+    for i in range_constexpr(2):
+        cute.autovec_copy(fours[None, lane % 16, i], x[None, i])
+    return x
+
+
+@cute.jit
+def row_products(
+    S: cute.Tensor, words: cute.Tensor, which: cutlass.Constexpr, lane: Int32, P: cutlass.Constexpr
+) -> Float32:
+    """The product of a vector with this lane's row: see `own` in `decode_product`."""
+    x = columns_of(words, which, lane, P)
+    sums = cute.make_rmem_tensor(8, Float32)
+    for j in range_constexpr(8):
+        sums[j] = Float32(0)
+        for e in range_constexpr(8):
+            sums[j] += S[8 * j + e] * x[e]
+    return blocks.row_sums(sums, 8, 16, lane)
+
+
+@cute.jit
+def update(S: cute.Tensor, words: cute.Tensor, correction: Float32, lane: Int32, P: cutlass.Constexpr) -> None:
+    """S = S d + (u rk) k, each row's u rk from the lanes that hold it."""
+    d = columns_of(words, 2, lane, P)
+    k = columns_of(words, 3, lane, P)
+    for j in range_constexpr(8):
+        # Within groups of 16 lanes, so that the source is a constant.
+        u = arch.shuffle_sync(correction, 2 * j, mask_and_clamp=(32 - 16) << 8 | 31)
+        for e in range_constexpr(8):
+            S[8 * j + e] = S[8 * j + e] * d[e] + u * k[e]
+
+
+@cute.jit
+def record_epilogue(
+    A: Args, M: cutlass.Constexpr, start: Item, count: Int32, tid: Int32, zero: Int32, P: cutlass.Constexpr
+) -> None:
+    """Thread = state row in the substitution, 8 channels of a token in the norm."""
+    lane = tid % 32
+    t, unit = min(tid // 16, P.tokens - 1), tid % 16
+    norm = get_vector(Float32, A.norm_weight + Int64(unit) * 32, _UNIT)
+    arch.griddepcontrol_wait()
+    arch.griddepcontrol_launch_dependents()
+
+    item = start
+    result_stage, result_phase, value_stage = Int32(0), Int32(0), Int32(0)
+    for _ in cutlass.range(count, unroll=1):
+        slot = slot_of(A, item.request, zero)
+        record = record_row_of(A, item.request, zero, P)
+        gate_address, target = channels_of(A, item, t, unit * _UNIT, P)
+        gates = get_vector(BFloat16, gate_address, _UNIT)
+
+        arch.mbarrier_wait(M.results_full + result_stage, result_phase)
         if slot > 0:
-            results = stage_of(s_results, result_stage, P.result_stages)
-            kept = (
-                corrections
-                + (Int64(record) * corrections_stride + Int64(head * record_tokens) * HEAD_DIM) * 4
-                + Int64(tid) * 4
-            )
-            add_coefficients(results, s_coefficients, tid, P)
-            arch.barrier(barrier_id=_EPILOGUE_BARRIER, number_of_threads=_EPILOGUE_THREADS)
-            substitute(
-                results,
-                s_coefficients,
-                stage_of(s_values, value_stage, VALUE_STAGES),
-                stage_of(s_factors, value_stage, VALUE_STAGES),
-                s_outputs,
-                record,
-                kept,
-                tid,
-                P,
-            )
-            arrive(results_empty + result_stage, lane)
+            results = stage_of(M.results, result_stage, P.result_stages)
+            kept = Int64(record) * A.corrections_stride + Int64(item.head * A.record_tokens) * HEAD_DIM + tid
+            add_coefficients(results, M.coefficients, tid, P)
+            arch.barrier(barrier_id=_EPILOGUE_BARRIER, number_of_threads=P.epilogue_threads)
+            substitute(M, results, value_stage, record, A.corrections + kept * 4, tid, P)
+            arrive(M.results_empty + result_stage, lane)
             if lane == 0:
-                arch.mbarrier_arrive(values_empty + value_stage)
-            arch.barrier(barrier_id=_EPILOGUE_BARRIER, number_of_threads=_EPILOGUE_THREADS)
-            normalize(s_outputs, gates, norm, eps, target, t, unit, tid, P)
+                arch.mbarrier_arrive(M.values_empty + value_stage)
+            arch.barrier(barrier_id=_EPILOGUE_BARRIER, number_of_threads=P.epilogue_threads)
+            outputs = cute.make_tensor(
+                M.outputs.iterator, cute.make_layout((_UNIT, 16, P.tokens), stride=(1, _UNIT, HEAD_DIM))
+            )
+            o = cute.make_rmem_tensor(_UNIT, BFloat16)
+            cute.autovec_copy(outputs[None, unit, t], o)
+            result = normalize(o, gates, norm, A.eps, 16)
+            if tid < 16 * P.tokens:
+                put_vector(result, target)
         else:
-            arrive(results_empty + result_stage, lane)
+            arrive(M.results_empty + result_stage, lane)
             if lane == 0:
-                arch.mbarrier_arrive(values_empty + value_stage)
+                arch.mbarrier_arrive(M.values_empty + value_stage)
             gates.fill(BFloat16(0))
             if tid < 16 * P.tokens:
-                put_unit(gates, target)
+                put_vector(gates, target)
 
         result_stage += 1
         if result_stage == P.result_stages:
@@ -1649,56 +1655,56 @@ def epilogue(
         value_stage += 1
         if value_stage == VALUE_STAGES:
             value_stage = Int32(0)
-        head, request, first, size = next_item(head, request, first, size, heads, requests)
+        item = next_item(item, A.heads, A.requests)
 
 
 @cute.jit
-def load_unit(address: Int64, values: cute.Tensor) -> None:
-    source = cute.make_ptr(BFloat16, address, GMEM, assumed_align=16)
-    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(_UNIT)), values)
+def channels_of(A: Args, item: Item, t: Int32, channel: Int32, P: cutlass.Constexpr) -> tuple[Int64, Int64]:
+    """Addresses of a token's output gate and output, from a channel of the item's head on."""
+    row = Int64(item.request * P.tokens) + t
+    D = Int64(A.heads) * HEAD_DIM
+    mine = Int64(item.head * HEAD_DIM + channel)
+    return A.projected + (row * A.pitch + D * 3 + mine) * 2, A.out + (row * D + mine) * 2
 
 
 @cute.jit
-def put_unit(values: cute.Tensor, address: Int64) -> None:
-    target = cute.make_ptr(BFloat16, address, GMEM, assumed_align=16)
-    cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(_UNIT)))
-
-
-@cute.jit
-def add_coefficients(results: cute.Tensor, s_coefficients: cute.Tensor, tid: Int32, P: cutlass.Constexpr) -> None:
-    """A and B [s, vector] from their partial sums, in the same order every time."""
+def add_coefficients(results: cute.Tensor, coefficients: cute.Tensor, tid: Int32, P: cutlass.Constexpr) -> None:
+    """A and B [s, column] from their partial sums, in the same order every time."""
     partial = cute.make_tensor(
-        results.iterator + P.vectors * _RESULT_PITCH,
-        cute.make_layout((8 * P.vectors, P.partials), stride=(1, 8 * P.vectors)),
+        results.iterator + P.columns * _RESULT_PITCH,
+        cute.make_layout((8 * P.columns, P.partials), stride=(1, 8 * P.columns)),
     )
-    if tid < 8 * P.vectors:
+    if tid < 8 * P.columns:
         total = partial[tid, 0]
         for i in range_constexpr(1, P.partials):
             total += partial[tid, i]
-        s_coefficients[tid] = total
+        coefficients[tid] = total
 
 
 @cute.jit
 def substitute(
+    M: cutlass.Constexpr,
     results: cute.Tensor,
-    s_coefficients: cute.Tensor,
-    values: cute.Tensor,
-    factors: cute.Tensor,
-    s_outputs: cute.Tensor,
+    value_stage: Int32,
     record: Int32,
     kept: Int64,
     row: Int32,
     P: cutlass.Constexpr,
 ) -> None:
     """Corrections and outputs of one row. As soon as a correction is known, all later sums take their part of it."""
-    half = P.vectors // 2
-    rows = cute.make_tensor(results.iterator, cute.make_layout((HEAD_DIM, P.vectors), stride=(1, _RESULT_PITCH)))
-    v = cute.make_tensor(values.iterator, cute.make_layout((HEAD_DIM, P.padded), stride=(1, HEAD_DIM)))
-    coefficients = cute.make_tensor(
-        s_coefficients.iterator, cute.make_layout((4, P.vectors // 4, 8), stride=(1, 4, P.vectors))
+    half = P.columns // 2
+    rows = cute.make_tensor(results.iterator, cute.make_layout((HEAD_DIM, P.columns), stride=(1, _RESULT_PITCH)))
+    v = cute.make_tensor(
+        stage_of(M.values, value_stage, VALUE_STAGES).iterator,
+        cute.make_layout((HEAD_DIM, P.padded), stride=(1, HEAD_DIM)),
     )
-    token_factors = cute.make_tensor(factors.iterator, cute.make_layout((4, P.padded), stride=(1, 4)))
-    outputs = cute.make_tensor(s_outputs.iterator, cute.make_layout((HEAD_DIM, P.tokens), stride=(1, HEAD_DIM)))
+    token_factors = cute.make_tensor(
+        stage_of(M.factors, value_stage, VALUE_STAGES).iterator, cute.make_layout((4, P.padded), stride=(1, 4))
+    )
+    coefficients = cute.make_tensor(
+        M.coefficients.iterator, cute.make_layout((4, P.columns // 4, 8), stride=(1, 4, P.columns))
+    )
+    outputs = cute.make_tensor(M.outputs.iterator, cute.make_layout((HEAD_DIM, P.tokens), stride=(1, HEAD_DIM)))
     w = cute.make_rmem_tensor(P.tokens, Float32)
     y = cute.make_rmem_tensor(P.tokens, Float32)
     for t in range_constexpr(P.tokens):
@@ -1709,8 +1715,8 @@ def substitute(
         cute.autovec_copy(token_factors[None, s], factor)
         u = factor[2] * (v[row, s].to(Float32) - factor[0] * w[s])
         scaled = factor[0] * u
-        column = cute.make_rmem_tensor((4, P.vectors // 4), Float32)
-        for i in range_constexpr(P.vectors // 4):
+        column = cute.make_rmem_tensor((4, P.columns // 4), Float32)
+        for i in range_constexpr(P.columns // 4):
             # Of A only the tokens after s, of B those from s on.
             if const_expr(s + 1 <= i * 4 % half + 3 or (i * 4 >= half and s <= i * 4 % half + 3)):
                 cute.autovec_copy(coefficients[None, i, s], column[None, i])
@@ -1725,26 +1731,48 @@ def substitute(
 
 @cute.jit
 def normalize(
-    s_outputs: cute.Tensor,
-    gates: cute.Tensor,
-    norm: cute.Tensor,
-    eps: Float32,
-    target: Int64,
-    t: Int32,
-    unit: Int32,
-    tid: Int32,
-    P: cutlass.Constexpr,
-) -> None:
-    """RMSNorm and output gate of 8 channels; a token's lie on 16 neighbouring lanes."""
-    outputs = cute.make_tensor(s_outputs.iterator, cute.make_layout((_UNIT, 16, P.tokens), stride=(1, _UNIT, HEAD_DIM)))
-    o = cute.make_rmem_tensor(_UNIT, BFloat16)
-    cute.autovec_copy(outputs[None, unit, t], o)
+    o: cute.Tensor, gates: cute.Tensor, norm: cute.Tensor, eps: Float32, lanes: cutlass.Constexpr
+) -> cute.Tensor:
+    """RMSNorm and output gate of a token's channels, which lie on neighbouring lanes."""
     square = Float32(0)
-    for e in range_constexpr(_UNIT):
+    for e in range_constexpr(cute.size(o)):
         square += o[e].to(Float32) * o[e].to(Float32)
-    rms = blocks.rsqrt(blocks.lane_sum(square, 1, 16) * Float32(1 / HEAD_DIM) + eps)
-    result = cute.make_rmem_tensor(_UNIT, BFloat16)
-    for e in range_constexpr(_UNIT):
+    rms = blocks.rsqrt(blocks.lane_sum(square, 1, lanes) * Float32(1 / HEAD_DIM) + eps)
+    result = cute.make_rmem_tensor(cute.size(o), BFloat16)
+    for e in range_constexpr(cute.size(o)):
         result[e] = (o[e].to(Float32) * rms * (norm[e] * blocks.sigmoid(gates[e].to(Float32)))).to(BFloat16)
-    if tid < 16 * P.tokens:
-        put_unit(result, target)
+    return result
+
+
+@cute.jit
+def decode_epilogue(
+    A: Args, M: cutlass.Constexpr, start: Item, count: Int32, lane: Int32, zero: Int32, P: cutlass.Constexpr
+) -> None:
+    """Lane = four channels."""
+    norm = get_vector(Float32, A.norm_weight + Int64(lane) * 16, 4)
+    arch.griddepcontrol_wait()
+    arch.griddepcontrol_launch_dependents()
+
+    item = start
+    result_stage, result_phase = Int32(0), Int32(0)
+    for _ in cutlass.range(count, unroll=1):
+        slot = slot_of(A, item.request, zero)
+        gate_address, target = channels_of(A, item, Int32(0), 4 * lane, P)
+        gates = get_vector(BFloat16, gate_address, 4)
+        arch.mbarrier_wait(M.results_full + result_stage, result_phase)
+        results = cute.make_tensor(
+            stage_of(M.results, result_stage, P.result_stages).iterator, cute.make_layout((4, 32), stride=(1, 4))
+        )
+        o = cute.make_rmem_tensor(4, Float32)
+        cute.autovec_copy(results[None, lane], o)
+        arrive(M.results_empty + result_stage, lane)
+        rounded = cute.make_rmem_tensor(4, BFloat16)
+        rounded.store(o.load().to(BFloat16))
+        result = normalize(rounded, gates, norm, A.eps, 32)
+        if slot <= 0:
+            result.fill(BFloat16(0))
+        put_vector(result, target)
+        result_stage += 1
+        if result_stage == P.result_stages:
+            result_stage, result_phase = Int32(0), result_phase ^ 1
+        item = next_item(item, A.heads, A.requests)
