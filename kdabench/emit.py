@@ -75,7 +75,9 @@ class Regenerated:
 
 
 def regenerate(folder: Path, default_schedule: Options | None = None) -> Regenerated:
-    """What a device's folder gives: its dispatch.jsonl, and weights.json (request count -> weight) if there is one.
+    """What a device's folder gives: its dispatch.jsonl, and, if there are such, weights.json and held.json.
+
+    weights.json maps request counts to weights; held.json see `held`.
 
     Raises RecordError or FitError (both ValueError).
     """
@@ -83,7 +85,11 @@ def regenerate(folder: Path, default_schedule: Options | None = None) -> Regener
 
     path = folder / "dispatch.jsonl"
     policy, evidence = fit(
-        records.load([path]), records.load_envs([path]), weights=_weights(folder), default_schedule=default_schedule
+        records.load([path]),
+        records.load_envs([path]),
+        weights=_weights(folder),
+        default_schedule=default_schedule,
+        held=held(folder),
     )
     return Regenerated(policy, evidence, emit(policy, evidence))
 
@@ -98,6 +104,17 @@ def _weights(folder: Path) -> dict[int, float] | None:
     ):
         raise records.RecordError(f"{path}: an object of request counts and weights is expected")
     return {int(key): float(value) for key, value in found.items()}
+
+
+def held(folder: Path) -> dict[str, str]:
+    """Variants that no policy of this device may pick, and why: its held.json, or {}. Raises RecordError."""
+    path = folder / "held.json"
+    if not path.exists():
+        return {}
+    found = records.parse_json(path.read_text(encoding="utf-8"), str(path))
+    if not isinstance(found, dict) or not all(isinstance(why, str) and why for why in found.values()):
+        raise records.RecordError(f"{path}: an object of variants and reasons is expected")
+    return found
 
 
 def module_paths(folder: Path, policies_dir: Path) -> tuple[Path, Path]:
@@ -136,6 +153,8 @@ def _header(policy: Policy, evidence: Evidence | None) -> Iterator[str]:
         yield ascii(", ".join(f"{key} {text}" for key, text in sorted(origin.versions.items())))[1:-1][: _WIDTH - 2]
     if evidence is not None:
         yield f"{evidence.cells} cells, {len(evidence.without_winner)} of them without a winner"
+        if evidence.held:
+            yield f"measured but held back (held.json): {', '.join(evidence.held)}"
         rows = [("regret on the fitted cells", kind, regret) for kind, regret in evidence.regret.items()]
         if shared := evidence.baselines.get("one window schedule"):
             rows.append(("with SPEC_SCHEDULE for all windows", "all", shared["all"]))

@@ -81,6 +81,7 @@ def fit(
     *,
     weights: Mapping[int, float] | None = None,
     default_schedule: Options | None = None,
+    held: Mapping[str, str] | None = None,
     resamples: int = 100,
     seed: int = 0,
 ) -> tuple[Policy, Evidence]:
@@ -89,11 +90,13 @@ def fit(
     envs              environments by digest, as records.load_envs gives them
     weights           request count -> how often it occurs; None weighs all cells alike
     default_schedule  KdaSplit's default options, to compare with; its spec may have more fields than were swept
+    held              variants that were measured but must not be picked, and why
     resamples, seed   of the bootstrap
 
     Raises FitError if there is nothing to fit, or if the records must not be mixed.
     """
-    steps = [r for r in records if r.cell.kind in STEP_KINDS]
+    held = held or {}
+    steps = [r for r in records if r.cell.kind in STEP_KINDS and r.candidate.variant not in held]
     check_comparable(steps)
     grid = make_grid((r for r in steps if r.cell.inputs == "model"), weights)
     if not grid.cells:
@@ -119,6 +122,7 @@ def fit(
         intervals=intervals.pop("stock_items"),
         other_intervals=intervals,
         flips=find_flips(grid, generic),
+        held={name: why for name, why in sorted(held.items()) if any(r.candidate.variant == name for r in records)},
     )
 
 
@@ -522,6 +526,7 @@ def _evidence(
         intervals={},
         other_intervals={},
         flips=(),
+        held={},
     )
 
 

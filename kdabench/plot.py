@@ -7,7 +7,7 @@ policy picks, and how far every variant and the pick are from the best. Same rec
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -79,7 +79,14 @@ _NO_RESULT = ("compile_error", "wrong", "fault", "timeout", "oom", "capture_fail
 
 
 def write_plots(
-    records: Sequence[Record], folder: Path, *, device: str, sms: int | None, policy: ModuleType | None, replay: bool
+    records: Sequence[Record],
+    folder: Path,
+    *,
+    device: str,
+    sms: int | None,
+    policy: ModuleType | None,
+    replay: bool,
+    held: Collection[str] = (),
 ) -> list[Path]:
     """Write an SVG and a PNG per question, and return their paths.
 
@@ -87,6 +94,7 @@ def write_plots(
     sms      multiprocessors of the device, for the wave boundaries
     policy   a generated policy module, for ribbon, thresholds and regret; without it the ribbon shows the fastest
     replay   whether the records were replayed, not measured here: the title says so
+    held     variants that the policy may not pick: the line below the title names them
     """
     folder.mkdir(parents=True, exist_ok=True)
     written = []
@@ -94,7 +102,7 @@ def write_plots(
         ranked: Ranked | None = None
         if policy is not None and question.kind in STEP_KINDS and question.context == "layer":
             ranked = policy.ranked
-        figure = draw(question, group, device=device, sms=sms, ranked=ranked, replay=replay)
+        figure = draw(question, group, device=device, sms=sms, ranked=ranked, replay=replay, held=held)
         for suffix, metadata in ((".svg", {"Date": None}), (".png", {"Software": None})):
             path = folder / f"{question.stem}{suffix}"
             with _style():
@@ -104,7 +112,14 @@ def write_plots(
 
 
 def draw(
-    question: Question, records: Sequence[Record], *, device: str, sms: int | None, ranked: Ranked | None, replay: bool
+    question: Question,
+    records: Sequence[Record],
+    *,
+    device: str,
+    sms: int | None,
+    ranked: Ranked | None,
+    replay: bool,
+    held: Collection[str] = (),
 ) -> Figure:
     """The figure of one question."""
     from matplotlib.figure import Figure
@@ -140,6 +155,8 @@ def draw(
         left = _MARGINS["left"] / width
         figure.text(left, 1 - 0.15 / height, title, fontsize=11, fontweight="bold", va="top")
         below = f"{device}, {question.circumstances}"
+        if ranked is not None and (kept := sorted({r.candidate.variant for r in records}.intersection(held))):
+            below += f"; held back from the policy: {', '.join(kept)}"
         figure.text(left, 1 - 0.39 / height, below, fontsize=8, va="top", color="#404040")
         _draw_legend(figure, records, sms, ranked is not None)
     return figure

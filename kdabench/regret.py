@@ -230,6 +230,7 @@ class Evidence:
     intervals               STOCK_ITEMS by kind: 90 % bootstrap interval over processes, None with fewer than two
     other_intervals         the same of other thresholds whose variant was measured, by name
     flips                   cells whose winner loses more than the tie band with generic inputs: (cell, ratio lost)
+    held                    variants that were measured but kept out of the policy, and why
     """
 
     cells: int
@@ -246,6 +247,7 @@ class Evidence:
     intervals: Mapping[str, Interval | None]
     other_intervals: Mapping[str, Mapping[str, Interval | None]]
     flips: tuple[tuple[Cell, float], ...]
+    held: Mapping[str, str]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

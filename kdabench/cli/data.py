@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -266,6 +266,8 @@ def plot(
       kdabench plot out/dispatch.db --policy out/dispatch/policy.py
       kdabench plot nvidia-h200 --to /tmp/plots
     """
+    from kdabench import emit
+
     path = Path(source)
     if path.suffix == ".db":
         from kdabench.journal import Journal
@@ -285,7 +287,8 @@ def plot(
     if not records:
         console.fail(f"{source}: no records to draw")
     module = inputs.load_policy(policy or own) if policy or own.is_file() else None
-    written = write_plots(records, folder, name=name, sms=sms, policy=module, replay=replay)
+    held = () if path.suffix == ".db" else tuple(emit.held(home))
+    written = write_plots(records, folder, name=name, sms=sms, policy=module, replay=replay, held=held)
     if as_json:
         console.emit_json([str(path) for path in written])
         return
@@ -305,12 +308,19 @@ def _fullest(files: Mapping[str, Sequence[Record]]) -> list[Record]:
 
 
 def write_plots(
-    records: Sequence[Record], folder: Path, *, name: str, sms: int, policy: Any, replay: bool
+    records: Sequence[Record],
+    folder: Path,
+    *,
+    name: str,
+    sms: int,
+    policy: Any,
+    replay: bool,
+    held: Collection[str] = (),
 ) -> list[Path]:
     from kdabench import plot
 
     inputs.require_writable(folder)
-    return plot.write_plots(records, folder, device=name, sms=sms, policy=policy, replay=replay)
+    return plot.write_plots(records, folder, device=name, sms=sms, policy=policy, replay=replay, held=held)
 
 
 def export(file: SweepFile, out: Out = OUT, results: Results = RESULTS, as_json: Json = False) -> None:

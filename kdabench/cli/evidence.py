@@ -25,6 +25,8 @@ def _lines(policy: Policy, evidence: Evidence) -> Iterator[str]:
     for what, cells in (("no variant has a time", evidence.without_winner), ("no pick has a time", evidence.uncovered)):
         if cells:
             yield f"{what} in {len(cells)}: {_named(cells)}"
+    for name, why in evidence.held.items():
+        yield f"held back: {name}: {why}"
     yield ""
     yield "Time of the pick over the fastest in each cell, minus 1, on the cells of the fit (per cent):"
     yield ""
@@ -34,9 +36,7 @@ def _lines(policy: Policy, evidence: Evidence) -> Iterator[str]:
     headings = ("choice", "kind", "cells", "mean", "p99", "max", "worst cell", "fastest picked")
     yield from console.table(headings, rows, right=(2, 3, 4, 5, 7)).splitlines()
     yield ""
-    table, tokens = 100 * evidence.table_gain, 100 * evidence.token_tables_gain
-    yield f"A table with an entry for every cell would gain {table:.2f} %;"
-    yield f"a schedule for every token count and kind {tokens:.2f} %, where KdaSplit is picked."
+    yield f"A table with an entry for every cell would gain {100 * evidence.table_gain:.2f} %."
     yield ""
     yield from _thresholds(policy, evidence.intervals)
     if evidence.flips:

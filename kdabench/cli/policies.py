@@ -39,6 +39,7 @@ def run(
       kdabench run sweeps/quick.toml --budget 300
       kdabench run sweeps/dispatch.toml --device replay:nvidia-h200
     """
+    from kdabench.emit import held as held_back
     from kdabench.journal import Journal
 
     inputs.require_sweep_file(file)
@@ -51,7 +52,9 @@ def run(
         envs = journal.envs()
     folder = out / plan.stem
     inputs.require_writable(folder)
-    outcome = _fitted(summary, envs)
+    with console.user_input():
+        held = held_back(results / target.slug)
+    outcome = _fitted(summary, envs, held)
     written = _write(outcome, plan, summary, target, folder)
     if as_json:
         console.emit_json(
@@ -81,12 +84,12 @@ class _Outcome:
     why_not: str | None = None
 
 
-def _fitted(summary: Summary, envs: Mapping[str, Mapping[str, Any]]) -> _Outcome:
+def _fitted(summary: Summary, envs: Mapping[str, Mapping[str, Any]], held: Mapping[str, str]) -> _Outcome:
     from kdabench.fit import fit
     from kdabench.regret import FitError
 
     try:
-        return _Outcome(*fit(summary.records, envs, default_schedule=_default_schedule()))
+        return _Outcome(*fit(summary.records, envs, default_schedule=_default_schedule(), held=held))
     except FitError as error:
         return _Outcome(why_not=str(error))
 
@@ -121,7 +124,13 @@ def _write(outcome: _Outcome, plan: Sweep, summary: Summary, target: inputs.Devi
     emit.write_atomic(written[-1], report)
     if summary.records:
         written += data.write_plots(
-            summary.records, folder / "plots", name=target.name, sms=target.sms, policy=module, replay=summary.replay
+            summary.records,
+            folder / "plots",
+            name=target.name,
+            sms=target.sms,
+            policy=module,
+            replay=summary.replay,
+            held=() if outcome.evidence is None else tuple(outcome.evidence.held),
         )
     return written
 
@@ -136,7 +145,8 @@ def fit(
 ) -> None:
     """Fit the thresholds and schedules; print regret and confidence.
 
-    Of a device its dispatch.jsonl is fitted, the records that its policy is made from. Nothing is written.
+    Of a device its dispatch.jsonl is fitted, the records that its policy is made from, without the variants that its
+    held.json keeps back. Files are fitted with all their variants. Nothing is written.
 
     \b
     Examples:
