@@ -87,15 +87,16 @@ def run_contest(
     history      (round, time_us) pairs of an interrupted contest, which goes on from `first_round`
     on_round     gets each round as soon as it is complete
     """
-    contest = Contest()
-    for candidate in candidates:
-        past = (history or {}).get(candidate, ())
-        contest.rounds[candidate] = [r for r, _ in past]
-        contest.samples[candidate] = [us for _, us in past]
+    contest = Contest({c: [] for c in candidates}, {c: [] for c in candidates})
+    clock = _Resumed(clock, {c: dict(past) for c, past in (history or {}).items()}, first_round)
     active = list(candidates)
     deadline = time.monotonic() + plan.seconds
-    index = first_round
-    while active and index < plan.max_rounds and (index < plan.min_rounds or time.monotonic() < deadline):
+    index = 0
+    while (
+        active
+        and index < plan.max_rounds
+        and (index < max(first_round, plan.min_rounds) or time.monotonic() < deadline)
+    ):
         order = active.copy()
         random.Random(f"{plan.seed}:{index}").shuffle(order)
         clock.begin_round(index)
@@ -109,12 +110,34 @@ def run_contest(
             readings.append((candidate, reading))
             contest.samples[candidate].append(reading.time_us)
             contest.rounds[candidate].append(index)
-        if readings:
+        if readings and index >= first_round:
             on_round(index, readings)
         index += 1
         active = _still_open(contest, [c for c in active if c not in contest.left], plan)
     contest.samples = {c: s for c, s in contest.samples.items() if s}
     return contest
+
+
+class _Resumed:
+    """The rounds before `first_round` from what was kept of them, so that an interrupted contest decides in them as it
+    did; then the clock."""
+
+    def __init__(self, clock: Clock, kept: Mapping[Candidate, Mapping[int, float]], first_round: int) -> None:
+        self._clock, self._kept, self._first = clock, kept, first_round
+        self._round = 0
+
+    def begin_round(self, index: int) -> None:
+        self._round = index
+        if index >= self._first:
+            self._clock.begin_round(index)
+
+    def read(self, candidate: Candidate) -> Reading:
+        if self._round >= self._first:
+            return self._clock.read(candidate)
+        time_us = self._kept.get(candidate, {}).get(self._round)
+        if time_us is None:
+            raise ExhaustedError(f"{candidate} was not measured in round {self._round}")
+        return Reading(time_us)
 
 
 def _still_open(contest: Contest, active: list[Candidate], plan: Plan) -> list[Candidate]:

@@ -94,6 +94,24 @@ def test_an_interrupted_contest_goes_on_where_it_stopped() -> None:
     assert contest.samples[FAST][:2] == [5.0, 5.01]
 
 
+def test_a_resumed_contest_decides_as_an_uninterrupted_one() -> None:
+    candidates = [FAST, SLOW, TWIN]
+    truth = {FAST: 5.0, SLOW: 5.2, TWIN: 5.01}
+    records = [_record(c, _samples(truth[c])) for c in candidates]
+    plan = Plan(min_rounds=4, max_rounds=20, seconds=60)
+    whole = run_contest(candidates, ReplayedClock(records), plan)
+    for cut in range(1, 12):
+        history = {c: [(r, us) for r, us in zip(whole.rounds[c], whole.samples[c], strict=True) if r < cut]
+                   for c in candidates}  # fmt: skip
+        again = run_contest(candidates, ReplayedClock(records), plan, history=history, first_round=cut)
+        assert (again.samples, again.left) == (whole.samples, whole.left)
+
+
+def _samples(truth: float) -> list[float]:
+    noise = random.Random(truth)
+    return [truth * (1 + noise.gauss(0, 0.004)) for _ in range(20)]
+
+
 def test_a_true_difference_of_two_percent_is_found() -> None:
     found = 0
     for seed in range(40):
