@@ -83,7 +83,7 @@ def check(case: Case, seed: int = 1) -> str | None:
             conv_bias=case.conv_bias,
         )
 
-    warm, *tested = make(seed), make(seed + 1), make(seed + 2)
+    warm, *tested = make(seed), _untied(case, make, seed + 1), _untied(case, make, seed + 1 + _SEEDS)
     if isinstance(warm, CommitOperands):
         expected: list[Any] = [[reference.commit(o, layer) for layer in range(len(o.states))] for o in tested]
     else:
@@ -112,6 +112,23 @@ def check(case: Case, seed: int = 1) -> str | None:
         if verdict is not None:
             return str(verdict)
     return None
+
+
+_SEEDS = 10
+_FEW = 64  # items times tokens: above, one flipped gate drowns in the norm, and inputs without a tie are rare
+
+
+def _untied(case: Case, make: Callable[[int], Any], first: int) -> Any:
+    """Where a step is small: operands of the first of some seeds that has no raw gate at a BF16 tie, if one has."""
+    from kda_kernels import compare
+
+    if case.problem.folds_only or case.problem.items * case.problem.tokens > _FEW:
+        return make(first)
+    for seed in range(first, first + _SEEDS):
+        operands = make(seed)
+        if compare.gate_ties(case.problem, operands) == 0:
+            return operands
+    return make(first)
 
 
 def save(rows: Sequence[Row], path: Path, env: dict[str, Any]) -> None:

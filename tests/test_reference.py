@@ -552,3 +552,19 @@ def test_poison_spares_what_a_launch_reads() -> None:
             assert torch.equal(got.state, want.state)
             if want.corrections is not None:
                 assert torch.equal(got.corrections, want.corrections)
+
+
+def test_gate_ties_are_counted() -> None:
+    problem = Problem("decode", 2, 1)
+    step = make_step(problem, seed=3, device="cpu")
+    step.f_b.zero_()
+    columns = slice(4 * problem.channels, 4 * problem.channels + 128)
+    step.projected[:, columns] = 0
+    step.projected[:, columns.start] = 1
+    step.f_b[:, 0] = 1  # raw gates of exactly 1: no tie
+    assert compare.gate_ties(problem, step) == 0
+    step.projected[:, columns.start + 1] = 1
+    step.f_b[5, 1] = 2**-8  # half way between 1 and its BF16 neighbour, in both requests
+    assert compare.gate_ties(problem, step) == 2
+    step.f_b[6, 1] = 2**-9
+    assert compare.gate_ties(problem, step) == 2

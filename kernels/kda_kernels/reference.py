@@ -66,7 +66,7 @@ def step(problem: Problem, operands: StepOperands, form: Form = "recurrence") ->
     inputs, window = _window(problem, operands, live, page, n)
     keys_exact, queries, values = _convolve(operands, window, q)
     keys = _bf16(keys_exact)
-    raw_exact = _raw_gate(problem, operands, live)
+    raw_exact = raw_gate(problem, operands, live)
     raw = _bf16(raw_exact)
     decay = log_decay(raw, operands.A_log[:, None, None], _dt_bias(operands)[:, None, :], operands.lower_bound)
     rows = projected_rows(problem, operands)[live]
@@ -350,7 +350,7 @@ def _convolve(operands: StepOperands, window: Tensor, q: int) -> tuple[Tensor, T
     return keys, _bf16(queries), _bf16(values)
 
 
-def _raw_gate(problem: Problem, operands: StepOperands, live: Tensor) -> Tensor:
+def raw_gate(problem: Problem, operands: StepOperands, live: Tensor) -> Tensor:
     """`[live, H, q, K]`, before rounding."""
     D = problem.channels
     f_a = projected_rows(problem, operands)[live, :, 4 * D : 4 * D + HEAD_DIM].double()
