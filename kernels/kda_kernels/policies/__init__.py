@@ -1,0 +1,1 @@
+"""Generated policies, one module per device; see docs/policy.md."""
