@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -108,8 +109,14 @@ def test_shared_memory_of_the_gpu_decides() -> None:
 
 
 # The walk over items. The device functions are plain integer arithmetic: here they run on Python's.
-first_item: Callable[..., Any] = ws.first_item.__wrapped__  # type: ignore[attr-defined]
-next_item: Callable[..., Any] = ws.next_item.__wrapped__  # type: ignore[attr-defined]
+def plain(jitted: Any) -> Callable[..., Any]:
+    """The Python function as written: the DSL rewrites the code of jit functions when a process first compiles."""
+    inner = jitted.__wrapped__
+    return FunctionType(inner.__code__, inner.__globals__, inner.__name__, inner.__defaults__, inner.__closure__)
+
+
+first_item = plain(ws.first_item)
+next_item = plain(ws.next_item)
 
 
 def items_of(cta: int, per: int, heads: int, requests: int) -> list[tuple[int, int]]:
@@ -311,7 +318,7 @@ def test_the_oldest_group_of_copies_is_the_one_that_is_needed(count: int, stages
 
 # Index maps.
 
-fragment_of: Callable[..., Any] = ws.fragment_of.__wrapped__  # type: ignore[attr-defined]
+fragment_of = plain(ws.fragment_of)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
