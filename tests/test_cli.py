@@ -82,7 +82,14 @@ def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
     environment |= options.pop("env", {})
     command = [sys.executable, "-m", "kdabench", *arguments]
-    return subprocess.Popen(command, text=True, env=environment, stderr=subprocess.PIPE, **options)
+    return subprocess.Popen(
+        command, text=True, env=environment, stderr=subprocess.PIPE, preexec_fn=_heed_interrupts, **options
+    )
+
+
+def _heed_interrupts() -> None:
+    """A background job of a shell ignores SIGINT, and so does what it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def one_line(error: str) -> str:
