@@ -335,7 +335,8 @@ def record_order(record: Record) -> tuple[Any, ...]:
 
 def dumps(records: Iterable[Record]) -> str:
     """Sorted, strict JSON lines: the same records give the same text."""
-    return "".join(canonical(record.to_json()) + "\n" for record in sorted(records, key=record_order))
+    lines = sorted((record_order(record), canonical(record.to_json())) for record in records)
+    return "".join(line + "\n" for _, line in lines)
 
 
 def dump(records: Iterable[Record], path: Path) -> None:
