@@ -5,7 +5,7 @@ A kernel is launched with the fields of `Arguments` in order; a field that it do
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, get_type_hints
 
 from cutlass import Float32, Int32, Int64
 
@@ -62,8 +62,7 @@ class Arguments(NamedTuple):
 
 def placeholder() -> Arguments:
     """Values to compile with: only their types matter."""
-    kinds = {"Int64": Int64(0), "Int32": Int32(1), "Float32": Float32(1)}
-    return Arguments(*(kinds[str(kind)] for kind in Arguments.__annotations__.values()))
+    return Arguments(*(kind(1) for kind in get_type_hints(Arguments).values()))
 
 
 _TENSORS = Arguments._fields[: Arguments._fields.index("pitch")]
@@ -198,7 +197,8 @@ def _check_sizes(p: Rules, o: StepOperands) -> None:
     if tokens != (p.tokens if p.kind == "spec" else 1):
         _refuse(o, "slots", f"doesn't fit kind {p.kind} with {p.tokens} tokens")
     if p.kind in ("record", "replay"):
-        assert o.corrections is not None and o.key_gates is not None
+        assert o.corrections is not None
+        assert o.key_gates is not None
         if o.corrections.shape[2] < p.tokens:
             _refuse(o, "corrections", f"must hold {p.tokens} tokens")
         if o.key_gates.shape[2] != o.corrections.shape[2]:
