@@ -65,6 +65,15 @@ def test_spec_continues_from_every_accepted_count() -> None:
     check(problem, operands)
 
 
+def test_more_accepted_than_tokens_counts_as_all_of_them() -> None:
+    problem = Problem("spec", 3, 1, 4)
+    operands = make_step(problem, seed=3, device="cpu", inputs="generic")
+    operands.accepted.copy_(torch.tensor([4, 5, 1 << 30]))
+    all_accepted = replace(operands, accepted=torch.full((3,), 4, dtype=torch.int32))
+    assert torch.equal(reference.step(problem, operands).state, reference.step(problem, all_accepted).state)
+    check(problem, operands)
+
+
 def test_bf16_weights_and_an_fp32_padded_window() -> None:
     problem = Problem("record", 3, 2, 2)
     operands = make_step(problem, seed=4, device="cpu", null_requests=(0,))

@@ -108,7 +108,7 @@ def poison(operands: Operands) -> None:
         operands.corrections[rows, :, :tokens] = torch.nan
         operands.key_gates[rows, :, :tokens] = torch.nan
     if operands.accepted is not None:
-        read_at = (operands.accepted - 1).clamp(min=0)[:, None].long()
+        read_at = (operands.accepted - 1).clamp(0, tokens - 1)[:, None].long()
         read = operands.slots.gather(1, read_at)
         live = (operands.slots[:, :1] > 0) & (read > 0)
         operands.state[operands.slots[live & (operands.slots > 0) & (operands.slots != read)].long()] = torch.nan

@@ -126,7 +126,7 @@ def slot_plan(problem: Problem, operands: StepOperands) -> SlotPlan:
     count, read = zeros, page
     if problem.kind == "spec":
         assert operands.accepted is not None
-        count = operands.accepted.long()
+        count = operands.accepted.long().clamp(0, problem.tokens)
         read = table.gather(1, (count - 1).clamp(min=0)[:, None]).squeeze(1)
     elif problem.kind == "replay":
         assert operands.pending is not None

@@ -26,13 +26,13 @@ INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def _request(slots, slot_stride, accepted, b, SPEC: tl.constexpr):
+def _request(slots, slot_stride, accepted, b, TOKENS: tl.constexpr, SPEC: tl.constexpr):
     """Convolution page (<= 0 for a null request), state page to read and first history entry of request b."""
     page = tl.load(slots + b * slot_stride)
     read = page
     entry = 0
     if SPEC:
-        entry = tl.maximum(tl.load(accepted + b) - 1, 0)
+        entry = tl.minimum(tl.maximum(tl.load(accepted + b) - 1, 0), TOKENS - 1)
         read = tl.load(slots + b * slot_stride + entry)
         page = tl.where(read > 0, page, read)
     return page.to(tl.int64), read.to(tl.int64), entry
@@ -110,7 +110,7 @@ def stock_convolution(
     ENTRIES is a power of two >= TOKENS + 2.
     """
     b = tl.program_id(1)
-    page, _, entry = _request(slots, slot_stride, accepted, b, SPEC)
+    page, _, entry = _request(slots, slot_stride, accepted, b, TOKENS, SPEC)
     first, length = _rows(query_start, b, TOKENS, RAGGED)
     if (page <= 0) | (length <= 0):
         return
@@ -195,7 +195,7 @@ def stock_verify(
     tile = tl.program_id(0)
     b = tl.program_id(1)
     h = tl.program_id(2)
-    page, read, _ = _request(slots, slot_stride, accepted, b, SPEC)
+    page, read, _ = _request(slots, slot_stride, accepted, b, TOKENS, SPEC)
     first, length = _rows(query_start, b, TOKENS, RAGGED)
     if (page <= 0) | (length <= 0):
         return
@@ -268,7 +268,7 @@ def stock_norm(
     """
     b = tl.program_id(0) // TOKENS
     t = tl.program_id(0) % TOKENS
-    page, _, _ = _request(slots, slot_stride, accepted, b, SPEC)
+    page, _, _ = _request(slots, slot_stride, accepted, b, TOKENS, SPEC)
     first, length = _rows(query_start, b, TOKENS, RAGGED)
     if t >= length:
         return
