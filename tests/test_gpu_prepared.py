@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from kda_kernels import compare, reference
+from kda_kernels.commits import CommitContext
+from kda_kernels.layer import Caches, LayerWeights
 from kda_kernels.operands import StepOperands, make_commit, make_step
-from kda_kernels.prepared import Caches, Choice, CommitContext, DefaultPolicy, LayerWeights, PreparedKda
+from kda_kernels.prepared import Choice, DefaultPolicy, PreparedKda
 from kdabench.problem import Problem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:no policy for")]

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from kda_kernels import commit, compare, prepared, reference, split, stock, variants
+from kda_kernels import arguments, commit, compare, prepared, reference, split, stock, variants
+from kda_kernels.commits import CommitContext
 from kda_kernels.gpu import Gpu
+from kda_kernels.layer import Caches, LayerWeights
 from kda_kernels.operands import StepOperands, make_commit, make_step
 from kda_kernels.policies import nvidia_h200
-from kda_kernels.prepared import Caches, Choice, CommitContext, DefaultPolicy, LayerWeights, PreparedKda
+from kda_kernels.prepared import Choice, DefaultPolicy, PreparedKda
 from kdabench.problem import Problem
 
 H200 = Gpu("sm_90a", 132)
@@ -45,10 +47,10 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    prepared._compiled.cache_clear()
+    variants.compile_once.cache_clear()
     prepared._warned.clear()
     yield
-    prepared._compiled.cache_clear()
+    variants.compile_once.cache_clear()
 
 
 def layer(o: StepOperands) -> LayerWeights:
@@ -141,7 +143,6 @@ def test_falls_through_what_is_unsupported() -> None:
         Choice("KdaStream", {}),
         Choice("KdaWS", {"gate_mode": 2}),
         Choice("KdaSplit", {"split": 3}),
-        Choice("KdaSplit", {}, True),
         Choice("KdaSplit", {"split": 2, "threads": 128}),
         Choice("stock", {"pdl": False}),
     )
@@ -152,7 +153,6 @@ def test_falls_through_what_is_unsupported() -> None:
         "KdaStream: not in",
         "KdaWS: gate_mode=2",
         "KdaSplit: split=3 is not",
-        "KdaSplit: not in",
         "default (",
     ):
         assert part in row.reason
@@ -244,6 +244,10 @@ def test_bf16_weights_stay_bf16_only_together() -> None:
     assert kda.prepare(meta(2), H200, DefaultPolicy())[0].options["conv_weight_dtype"] == "bf16"
 
 
+PENDING = torch.empty(9, dtype=torch.int32, device="meta")
+BF16_STATE = torch.empty(9, 2, 128, 128, dtype=torch.bfloat16, device="meta")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -252,7 +256,11 @@ def test_bf16_weights_stay_bf16_only_together() -> None:
         (lambda: make(2, {4: (1168, 0), (4, 1): (1168, 1)}), r"key \(4, 1\): given twice"),
         (lambda: make(2, f_b=torch.zeros(128, 128)), "f_b: shape"),
         (lambda: make(2, conv_weight=torch.zeros(768, 4)), "conv_weight"),
-        (lambda: make().prepare(meta(2, pending=torch.zeros(4)), H200, STOCK), "pending: deferred commits are not"),
+        (lambda: make().prepare(meta(2, pending=torch.zeros(9)), H200, STOCK), "pending: torch.float32 is not"),
+        (lambda: make().prepare(meta(2, pending=PENDING[:4]), H200, STOCK), "pending: 4 entries for 9 record rows"),
+        (lambda: make().prepare(meta(2, records=False, pending=PENDING), H200, STOCK), "only where records are kept"),
+        (lambda: make().prepare(meta(2, state=BF16_STATE, pending=PENDING), H200, STOCK), "only with an FP32 state"),
+        (lambda: make(lower_bound=None).prepare(meta(2, pending=PENDING), H200, STOCK), "and a bounded gate"),
         (lambda: make().prepare(meta(2, key_gates=None), H200, STOCK), "go together"),
         (lambda: make().prepare(meta(2, tokens=2), H200, STOCK), "conv_state: 4 entries; 3 tokens need 5"),
         (lambda: make().prepare(meta(2, requests=3), H200, STOCK), r"records: 8 tokens, 3 rows; the keys need 3, 4"),
@@ -340,7 +348,7 @@ def test_launches_of_the_cute_path(problem: Problem, recorder: Recorder) -> None
     if made.record_rows is not None:
         assert operands.record_rows.data_ptr() == made.record_rows.data_ptr()
         assert operands.record_rows.shape == (3,)
-    split._check(compiled.plan, operands)  # what the kernel itself asks for
+    arguments.check("KdaSplit", compiled.plan, operands)  # what the kernel itself asks for
     table = torch.zeros(problem.requests, 12, dtype=torch.int32)
     columns = o.slots.view(problem.requests, -1)
     view = table[:, : columns.shape[1]]
@@ -353,6 +361,74 @@ def test_launches_of_the_cute_path(problem: Problem, recorder: Recorder) -> None
     assert operands.slots is step.slots
     assert torch.equal(operands.slots, o.slots)
     assert stream == 8
+
+
+FLUSHING = Only(Choice("stock", {"value_tile": 64}, True))
+
+
+Deferring = tuple[Problem, StepOperands, PreparedKda, Caches]
+
+
+@pytest.fixture
+def deferring(monkeypatch: pytest.MonkeyPatch) -> Deferring:
+    """A layer with tokens pending, prepared to flush them by stock."""
+    monkeypatch.setattr(commit, "unsupported", lambda *_: "not today")
+    tokens = 3
+    problem = Problem("replay", 4, 2, tokens, pending="mix")
+    o = rounded(make_step(problem, seed=2, device="cpu", null_requests=(1,)))
+    kda = PreparedKda(layer(o), {(4, tokens): (problem.pitch, None), 4: (problem.pitch, None)})
+    made = replace(caches(o), pending=o.pending)
+    assert [row.flush for row in kda.prepare(made, H200, FLUSHING)] == [True, True]
+    return problem, o, kda, made
+
+
+@cpu_only
+def test_a_verify_that_flushes_equals_a_replay(deferring: Deferring) -> None:
+    problem, o, kda, made = deferring
+    expected = reference.step(problem, o)
+    compare.poison(o)
+    kda.run(o.projected, o.out, made, o.slots, tokens=3)
+    assert compare.check_step(problem, o, expected) is None
+    assert o.pending is not None
+    assert int(o.pending.sum()) == sum(n for b, n in enumerate(problem.pending_counts) if b != 1)
+
+
+@cpu_only
+def test_a_decode_flushes_first(deferring: Deferring) -> None:
+    problem, o, kda, made = deferring
+    folded = reference.step(problem, o)
+    decode, rows = Problem("decode", 4, 2), o.projected[:4].contiguous()
+    out = torch.empty(4, 256, dtype=torch.bfloat16)
+    window = o.conv_state.clone()
+    for b, n in enumerate(problem.pending_counts):
+        if b != 1 and n:
+            slot = o.slots[b, 0]
+            window[slot, :, :3] = o.conv_state[slot, :, n - 1 : n + 2]
+    step = replace(
+        o, projected=rows, out=out, slots=o.slots[:, 0], state=folded.state.float(), conv_state=window,
+        corrections=None, key_gates=None, record_rows=None, pending=None,
+    )  # fmt: skip
+    expected = reference.step(decode, step)
+    kda.run(rows, out, made, o.slots[:, 0])
+    assert compare.check_step(decode, replace(step, state=o.state, conv_state=o.conv_state), expected) is None
+
+
+@cpu_only
+def test_nothing_is_flushed_where_nothing_is_pending(deferring: Deferring) -> None:
+    problem, o, kda, made = deferring
+    record = Problem("record", 4, 2, problem.tokens)
+    plain = replace(o, pending=None)
+    expected = reference.step(record, plain)
+    kda.run(o.projected, o.out, made, o.slots, tokens=3, deferred=False)
+    assert compare.check_step(record, plain, expected) is None
+
+
+def test_other_caches_than_those_prepared(deferring: Deferring) -> None:
+    _, o, kda, made = deferring
+    with pytest.raises(ValueError, match="states are not those"):
+        kda.run(o.projected, o.out, replace(made, state=o.state.clone()), o.slots, tokens=3)
+    with pytest.raises(ValueError, match="pending is missing"):
+        kda.run(o.projected, o.out, replace(made, pending=None), o.slots, tokens=3)
 
 
 def test_a_key_that_was_not_prepared(recorder: Recorder) -> None:
@@ -377,7 +453,6 @@ def test_a_key_that_was_not_prepared(recorder: Recorder) -> None:
         ({"slots": torch.ones(4, 2, dtype=torch.int32)}, r"slots: torch.int32 \(4, 2\) is not int32 \(4,\)"),
         ({"slots": torch.ones(4, dtype=torch.int32, device="meta")}, "slots: on meta, but key 4 was prepared on cpu"),
         ({"accepted": torch.ones(4, dtype=torch.int32)}, "accepted: given for key 4, kind decode"),
-        ({"caches": meta(2, pending=torch.zeros(4))}, "pending: deferred commits"),
         ({"slots": torch.ones(4, dtype=torch.int32), "tokens": 3, "caches": meta(2, records=False),
           "projected": torch.zeros(12, 1168, dtype=torch.bfloat16), "out": torch.zeros(12, 256, dtype=torch.bfloat16)},
          r"caches: key \(4, 3\) was prepared with records"),

@@ -13,7 +13,6 @@ Source: docs/operation.md. The kernels: `stock_kernels`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kda_kernels import stock_kernels as kernels
+from kda_kernels.checks import check_tensor, on_stream
 from kda_kernels.gpu import Gpu
 from kda_kernels.operands import CommitOperands, Operands, StepOperands
 from kdabench.problem import CONV_WIDTH, HEAD_DIM, MAX_TOKENS, Problem
@@ -111,11 +111,11 @@ def launch(compiled: Compiled, operands: Operands, stream: Any) -> None:
     if isinstance(operands, CommitOperands) is not problem.folds_only:
         raise ValueError(f"kind {problem.kind} does not take {type(operands).__name__}")
     if isinstance(operands, CommitOperands):
-        with _on(stream, operands.source.device):
+        with on_stream(stream, operands.source.device):
             fold(operands, spec)
         return
     key = operands.projected.device, operands.projected.shape[0]
-    with _on(stream, key[0]):
+    with on_stream(stream, key[0]):
         if key not in compiled.scratch:
             compiled.scratch[key] = Scratch.allocate(key[1], problem.channels, key[0])
         step(operands, compiled.scratch[key], problem.tokens, spec)
@@ -160,17 +160,17 @@ def convolve(
     """SiLU of the convolution of q, k and v into `convolved` `[B, 3D]`; the windows are moved on."""
     rows, requests = _check_rows(projected, slots, tokens, accepted, query_start_loc)
     device = projected.device
-    _check("conv_weight", conv_weight, (3, CONV_WIDTH, None), _FLOATS, device)
+    check_tensor("conv_weight", conv_weight, (3, CONV_WIDTH, None), _FLOATS, device)
     channels = conv_weight.shape[2]
     _check_pitch(projected, channels)
     if conv_bias is not None:
-        _check("conv_bias", conv_bias, (3 * channels,), _FLOATS, device)
-    _check("conv_state", conv_state, (None, 3 * channels, None), _FLOATS, device, dense_from=3)
+        check_tensor("conv_bias", conv_bias, (3 * channels,), _FLOATS, device)
+    check_tensor("conv_state", conv_state, (None, 3 * channels, None), _FLOATS, device, dense_from=3)
     if conv_state.shape[2] < tokens + 2:
         raise ValueError(f"conv_state holds {conv_state.shape[2]} entries; {tokens=} needs {tokens + 2}")
     if 1 not in conv_state.stride()[1:]:
         raise ValueError(f"conv_state strides {conv_state.stride()}: neither channels nor entries are adjacent")
-    _check("convolved", convolved, (rows, 3 * channels), (torch.bfloat16,), device)
+    check_tensor("convolved", convolved, (rows, 3 * channels), (torch.bfloat16,), device)
     if rows == 0:
         return
     kernels.stock_convolution[(triton.cdiv(3 * channels, _CONV_BLOCK), requests)](
@@ -183,10 +183,10 @@ def convolve(
 
 def project_gate(projected: Tensor, f_b: Tensor, raw_gates: Tensor) -> None:
     """Raw gates `[B, D]` from the gate bottleneck: one GEMM, rounded to BF16 once."""
-    _check("f_b", f_b, (None, HEAD_DIM), (torch.bfloat16,), projected.device)
+    check_tensor("f_b", f_b, (None, HEAD_DIM), (torch.bfloat16,), projected.device)
     channels = f_b.shape[0]
     _check_pitch(projected, channels)
-    _check("raw_gates", raw_gates, (projected.shape[0], channels), (torch.bfloat16,), projected.device)
+    check_tensor("raw_gates", raw_gates, (projected.shape[0], channels), (torch.bfloat16,), projected.device)
     if projected.shape[0]:
         torch.mm(projected[:, 4 * channels : 4 * channels + HEAD_DIM], f_b.t(), out=raw_gates)
 
@@ -220,15 +220,15 @@ def verify(
     spec = spec or Spec()
     rows, requests = _check_rows(projected, slots, tokens, accepted, query_start_loc)
     device = projected.device
-    _check("A_log", A_log, (None,), (torch.float32,), device)
+    check_tensor("A_log", A_log, (None,), (torch.float32,), device)
     heads = A_log.shape[0]
     channels = HEAD_DIM * heads
     _check_pitch(projected, channels)
-    _check("convolved", convolved, (rows, 3 * channels), (torch.bfloat16,), device)
-    _check("raw_gates", raw_gates, (rows, channels), (torch.bfloat16,), device)
-    _check("dt_bias", dt_bias, (channels,), (torch.float32,), device)
-    _check("state", state, (None, heads, HEAD_DIM, HEAD_DIM), _FLOATS, device, dense_from=1)
-    _check("attended", attended, (rows, channels), (torch.bfloat16,), device)
+    check_tensor("convolved", convolved, (rows, 3 * channels), (torch.bfloat16,), device)
+    check_tensor("raw_gates", raw_gates, (rows, channels), (torch.bfloat16,), device)
+    check_tensor("dt_bias", dt_bias, (channels,), (torch.float32,), device)
+    check_tensor("state", state, (None, heads, HEAD_DIM, HEAD_DIM), _FLOATS, device, dense_from=1)
+    check_tensor("attended", attended, (rows, channels), (torch.bfloat16,), device)
     if update_state and _columns(slots) < tokens:
         raise ValueError(f"slots has {_columns(slots)} columns; storing the states of {tokens=} needs as many")
     if lower_bound is not None and not lower_bound < 0:
@@ -263,13 +263,13 @@ def normalize(
 ) -> None:
     """Gated RMSNorm of `attended` into `out` `[B, D]` (they may be one tensor); null requests get zeros."""
     rows, requests = _check_rows(projected, slots, tokens, accepted, query_start_loc)
-    _check("norm_weight", norm_weight, (HEAD_DIM,), (torch.float32,), projected.device)
-    _check("out", out, (rows, None), (torch.bfloat16,), projected.device)
+    check_tensor("norm_weight", norm_weight, (HEAD_DIM,), (torch.float32,), projected.device)
+    check_tensor("out", out, (rows, None), (torch.bfloat16,), projected.device)
     channels = out.shape[1]
     if channels % HEAD_DIM:
         raise ValueError(f"out has {channels} columns, not a multiple of {HEAD_DIM}")
     _check_pitch(projected, channels)
-    _check("attended", attended, (rows, channels), (torch.bfloat16,), projected.device)
+    check_tensor("attended", attended, (rows, channels), (torch.bfloat16,), projected.device)
     if rows == 0:
         return
     heads = channels // HEAD_DIM
@@ -288,7 +288,7 @@ def fold(operands: CommitOperands, spec: Spec | None = None) -> None:
     if not layers:
         raise ValueError("states: no layers")
     _check_plan(requests, device, o.source, o.length, o.destination, o.boundary_length, o.boundary_slot)
-    _check("record_rows", o.record_rows, (requests,), (torch.int32,), device)
+    check_tensor("record_rows", o.record_rows, (requests,), (torch.int32,), device)
     heads, dtype = o.states[0].shape[1], o.states[0].dtype
     per_layer = {"states": o.states, "corrections": o.corrections, "key_gates": o.key_gates}
     for name, tensors in per_layer.items():
@@ -300,15 +300,19 @@ def fold(operands: CommitOperands, spec: Spec | None = None) -> None:
                                  "multiples of 16")  # fmt: skip
     tokens = o.corrections[0].shape[2]
     for state, corrections, key_gates in zip(o.states, o.corrections, o.key_gates, strict=True):
-        _check("states", state, (None, heads, HEAD_DIM, HEAD_DIM), (dtype,), device, dense_from=1)
-        _check("corrections", corrections, (None, heads, tokens, HEAD_DIM), (torch.float32,), device, dense_from=1)
-        _check("key_gates", key_gates, (None, heads, tokens, 2 * HEAD_DIM), (torch.bfloat16,), device, dense_from=1)
+        check_tensor("states", state, (None, heads, HEAD_DIM, HEAD_DIM), (dtype,), device, dense_from=1)
+        check_tensor(
+            "corrections", corrections, (None, heads, tokens, HEAD_DIM), (torch.float32,), device, dense_from=1
+        )
+        check_tensor(
+            "key_gates", key_gates, (None, heads, tokens, 2 * HEAD_DIM), (torch.bfloat16,), device, dense_from=1
+        )
     if dtype not in _FLOATS:
         raise ValueError(f"states: {dtype} is neither float32 nor bfloat16")
-    _check("A_log", o.A_log, (layers, heads), (torch.float32,), device)
-    _check("dt_bias", o.dt_bias, (layers, heads, HEAD_DIM), (torch.float32,), device)
+    check_tensor("A_log", o.A_log, (layers, heads), (torch.float32,), device)
+    check_tensor("dt_bias", o.dt_bias, (layers, heads, HEAD_DIM), (torch.float32,), device)
     for name in ("state_table", "corrections_table", "key_gates_table"):
-        _check(name, getattr(o, name), (layers, 2), (torch.int64,), device)
+        check_tensor(name, getattr(o, name), (layers, 2), (torch.int64,), device)
     if not o.lower_bound < 0:
         raise ValueError(f"lower_bound={o.lower_bound} must be negative")
     if requests == 0:
@@ -341,10 +345,10 @@ def roll_window(
     _check_plan(requests, device, source, length, destination, boundary_length, boundary_slot)
     first = conv_states[0]
     for window in conv_states:
-        _check("conv_states", window, (None, first.shape[1], first.shape[2]), _FLOATS, device, dense_from=3)
+        check_tensor("conv_states", window, (None, first.shape[1], first.shape[2]), _FLOATS, device, dense_from=3)
         if window.stride()[1:] != first.stride()[1:] or window.dtype is not first.dtype:
             raise ValueError("conv_states: layers differ in inner strides or dtype")
-    _check("window_table", window_table, (layers, 2), (torch.int64,), device)
+    check_tensor("window_table", window_table, (layers, 2), (torch.int64,), device)
     if requests == 0:
         return
     width = first.shape[1]
@@ -360,12 +364,12 @@ def defer(length: Tensor, pending: Tensor, record_rows: Tensor, slots: Tensor, e
     Requests with a null slot or a negative record row are left alone.
     """
     requests, device = length.shape[0], length.device
-    _check("length", length, (requests,), (torch.int32,), device)
-    _check("pending", pending, (None,), (torch.int32,), device)
-    _check("record_rows", record_rows, (requests,), (torch.int32,), device)
+    check_tensor("length", length, (requests,), (torch.int32,), device)
+    check_tensor("pending", pending, (None,), (torch.int32,), device)
+    check_tensor("record_rows", record_rows, (requests,), (torch.int32,), device)
     _check_slots(slots, requests, device)
     if eager is not None:
-        _check("eager", eager, (requests,), (torch.bool, torch.int8, torch.int32), device)
+        check_tensor("eager", eager, (requests,), (torch.bool, torch.int8, torch.int32), device)
     if requests:
         kernels.stock_defer[(requests,)](
             length, pending, record_rows, slots, eager, slots.stride(0), HAS_EAGER=eager is not None, num_warps=1
@@ -387,50 +391,13 @@ def flush_plan(
     """
     requests, device = source.shape[0], source.device
     _check_plan(requests, device, source, length, destination, None, None)
-    _check("pending", pending, (None,), (torch.int32,), device)
-    _check("record_rows", record_rows, (requests,), (torch.int32,), device)
+    check_tensor("pending", pending, (None,), (torch.int32,), device)
+    check_tensor("record_rows", record_rows, (requests,), (torch.int32,), device)
     _check_slots(slots, requests, device)
     if requests:
         kernels.stock_flush_plan[(requests,)](
             pending, record_rows, slots, source, length, destination, slots.stride(0), TOKENS=tokens, num_warps=1
         )
-
-
-def _on(stream: Any, device: torch.device) -> AbstractContextManager[Any]:
-    if device.type != "cuda":
-        if stream is not None:
-            raise ValueError(f"{stream=} with operands on {device}")
-        return nullcontext()
-    if stream is None:
-        raise ValueError(f"stream=None with operands on {device}")
-    if not isinstance(stream, torch.cuda.Stream):
-        # Handle 0 is the default stream, which is no external one.
-        external: Any = torch.cuda.ExternalStream
-        stream = external(int(stream), device) if int(stream) else torch.cuda.default_stream(device)
-    return torch.cuda.stream(stream)
-
-
-def _check(
-    name: str,
-    tensor: Tensor,
-    shape: tuple[int | None, ...],
-    dtypes: tuple[torch.dtype, ...],
-    device: torch.device,
-    dense_from: int = 0,
-) -> None:
-    """Raises ValueError unless the tensor fits; None is any size, dimensions from `dense_from` on are contiguous."""
-    if tensor.ndim != len(shape) or any(w not in (None, g) for w, g in zip(shape, tensor.shape, strict=True)):
-        wanted = ", ".join("any" if n is None else str(n) for n in shape)
-        raise ValueError(f"{name}: shape {list(tensor.shape)} is not [{wanted}]")
-    if tensor.dtype not in dtypes:
-        raise ValueError(f"{name}: {tensor.dtype} is not {' or '.join(map(str, dtypes))}")
-    if tensor.device != device:
-        raise ValueError(f"{name}: on {tensor.device}, not {device}")
-    step = 1
-    for size, stride in reversed(list(zip(tensor.shape, tensor.stride(), strict=True))[dense_from:]):
-        if size != 1 and stride != step:
-            raise ValueError(f"{name}: strides {tensor.stride()} of shape {list(tensor.shape)} are not dense")
-        step *= size
 
 
 def _check_rows(
@@ -439,15 +406,15 @@ def _check_rows(
     """Rows and requests of a step, after checking what says which row belongs to which request."""
     if not 1 <= tokens <= MAX_TOKENS:
         raise ValueError(f"{tokens=} is not in 1..{MAX_TOKENS}")
-    _check("projected", projected, (None, None), (torch.bfloat16,), projected.device, dense_from=1)
+    check_tensor("projected", projected, (None, None), (torch.bfloat16,), projected.device, dense_from=1)
     rows, requests, device = projected.shape[0], slots.shape[0], projected.device
     _check_slots(slots, requests, device)
     if accepted is not None:
-        _check("accepted", accepted, (requests,), (torch.int32,), device)
+        check_tensor("accepted", accepted, (requests,), (torch.int32,), device)
         if _columns(slots) < tokens:
             raise ValueError(f"slots has {_columns(slots)} columns; with accepted it needs {tokens=}")
     if query_start_loc is not None:
-        _check("query_start_loc", query_start_loc, (requests + 1,), (torch.int32,), device)
+        check_tensor("query_start_loc", query_start_loc, (requests + 1,), (torch.int32,), device)
         if rows > requests * tokens:
             raise ValueError(f"projected: {rows} rows exceed the capacity of {requests} requests x {tokens} tokens")
     elif rows != requests * tokens and rows:
@@ -463,7 +430,7 @@ def _check_pitch(projected: Tensor, channels: int) -> None:
 
 def _check_slots(slots: Tensor, requests: int, device: torch.device) -> None:
     shape = (requests,) if slots.ndim == 1 else (requests, None)
-    _check("slots", slots, shape, (torch.int32,), device, dense_from=1)
+    check_tensor("slots", slots, shape, (torch.int32,), device, dense_from=1)
 
 
 def _columns(slots: Tensor) -> int:
@@ -481,12 +448,12 @@ def _check_records(
 ) -> None:
     if corrections is None or key_gates is None or record_rows is None:
         raise ValueError("corrections, key_gates and record_rows go together")
-    _check("record_rows", record_rows, (requests,), (torch.int32,), device)
-    _check("corrections", corrections, (None, heads, None, HEAD_DIM), (torch.float32,), device, dense_from=1)
+    check_tensor("record_rows", record_rows, (requests,), (torch.int32,), device)
+    check_tensor("corrections", corrections, (None, heads, None, HEAD_DIM), (torch.float32,), device, dense_from=1)
     capacity = corrections.shape[2]
     if capacity < tokens:
         raise ValueError(f"corrections: a record holds {capacity} tokens, not {tokens}")
-    _check("key_gates", key_gates, (None, heads, capacity, 2 * HEAD_DIM), (torch.bfloat16,), device, dense_from=1)
+    check_tensor("key_gates", key_gates, (None, heads, capacity, 2 * HEAD_DIM), (torch.bfloat16,), device, dense_from=1)
 
 
 def _check_plan(
@@ -499,9 +466,9 @@ def _check_plan(
     boundary_slot: Tensor | None,
 ) -> None:
     for name, tensor in (("source", source), ("length", length), ("destination", destination)):
-        _check(name, tensor, (requests,), (torch.int32,), device)
+        check_tensor(name, tensor, (requests,), (torch.int32,), device)
     if (boundary_length is None) is not (boundary_slot is None):
         raise ValueError("boundary_length and boundary_slot go together")
     if boundary_length is not None and boundary_slot is not None:
-        _check("boundary_length", boundary_length, (requests,), (torch.int32,), device)
-        _check("boundary_slot", boundary_slot, (requests,), (torch.int32,), device)
+        check_tensor("boundary_length", boundary_length, (requests,), (torch.int32,), device)
+        check_tensor("boundary_slot", boundary_slot, (requests,), (torch.int32,), device)

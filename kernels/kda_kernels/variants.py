@@ -11,10 +11,14 @@ proves what it timed.
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any
+
+from kda_kernels.gpu import Gpu
+from kdabench.problem import Problem
 
 _MODULES = {
     "KdaSplit": "split",
@@ -42,6 +46,20 @@ def make_spec(name: str, choices: dict[str, Any]) -> Any:
         if key not in known:
             raise ValueError(f"{name} has no option {key!r}; it has: {', '.join(known)}")
     return spec_type(**choices)
+
+
+_binaries: dict[Any, Any] = {}
+
+
+@cache
+def compile_once(name: str, problem: Problem, spec: Any, gpu: Gpu) -> Any:
+    """A variant compiled: the same object for the same choices, and one binary where they are equal, loaded once.
+
+    Raises as the variant's `compile` does.
+    """
+    compiled = load(name).compile(problem, spec, gpu)
+    binary = getattr(compiled, "binary", None)
+    return compiled if binary is None else replace(compiled, binary=_binaries.setdefault(binary, binary))
 
 
 def spec_dict(spec: Any) -> dict[str, Any]:

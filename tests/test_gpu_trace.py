@@ -1,0 +1,39 @@
+"""64 steps of a serving trace on a GPU: stock and the fused cores, eager and deferred, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kda_kernels.gpu import current_gpu
+from kda_kernels.trace import Engine, Shape, Trace, VariantKernels, run
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+COMMIT = {"source": "ring", "heads_per_cta": 1}
+RECORD = {
+    "KdaSplit": {"split": 4, "threads": 128},
+    "KdaWide": {"form": "chunked"},
+    "KdaWS": {},
+}
+
+
+@pytest.mark.parametrize("tokens", [2, 4, 8])
+@pytest.mark.parametrize(("heads", "requests"), [(12, 8), (96, 3)])
+def test_no_error_grows_over_64_steps(heads: int, requests: int, tokens: int) -> None:
+    served, gpu = Trace(Shape(heads, tokens, requests), 64, seed=heads + tokens), current_gpu()
+    engines = [Engine("stock", served, VariantKernels({"record": ("stock", {})}, None, gpu))]
+    for name, options in RECORD.items():
+        engines.append(Engine(name, served, VariantKernels({"record": (name, options)}, COMMIT, gpu)))
+    for split in (1, 4):
+        steps = {"record": ("KdaSplit", RECORD["KdaSplit"]), "replay": ("KdaFused", {"split": split})}
+        threshold = heads * (requests + 1) // 2
+        engines.append(
+            Engine(f"KdaFused split {split}", served, VariantKernels(steps, COMMIT, gpu), lambda n, t=threshold: n >= t)
+        )
+    outcome = run(served, engines)
+    assert outcome.failed == []
+    for engine in engines:
+        for measure in ("out", "state", "corrections"):
+            assert outcome.growth(engine.name, measure) < 1.5, (engine.name, measure)
+        assert engine.replays is None or set(engine.kinds) == {"record", "replay"}
