@@ -28,7 +28,7 @@ lint: setup
 	@$(VENV)/bin/mypy --no-error-summary
 
 test: lint
-	@$(VENV)/bin/python -m pytest
+	@$(VENV)/bin/python -m pytest --numprocesses auto --dist loadfile
 
 test-gpu: setup
 	@$(VENV)/bin/python -m pytest -m gpu

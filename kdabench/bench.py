@@ -9,8 +9,9 @@ alone are the baseline that is taken off.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -20,17 +21,23 @@ from torch import Tensor
 from kda_kernels import compare, reference, variants
 from kda_kernels.gpu import Gpu
 from kda_kernels.operands import CommitOperands, Operands, StepOperands, make_commit, make_step
-from kdabench.graphs import CaptureFailedError, GraphClock, Timed, capture, require_kernels
+from kdabench.clock import MIN_COPIES, rotation
+from kdabench.graphs import CaptureFailedError, GraphClock, Timed, WrongKernelError, capture, require_kernels
 from kdabench.problem import ceil_div
-from kdabench.records import Candidate, Cell, Status
+from kdabench.records import COLD_FACTOR, Candidate, Cell, Status, l2_state
 from kdabench.telemetry import Telemetry
 
 HIDDEN = 7168
 """Hidden size of the model whose projections surround a step."""
-_MIN_COPIES = 8
 _MIN_REPLAY_US = 250.0
-_COLD_FACTOR = 3
 _MEMORY_FRACTION = 0.85
+_DRIFT_REPLAYS = 50
+_DENORMAL_PART = 0.01
+_SAMPLED_ELEMENTS = 1 << 24
+_RANDOM_FROM = 8
+"""Slots from which on a sorted order can't be chance."""
+Variants = Mapping[str, ModuleType]
+"""Further variants by name, beside those of the kernels' package: faulty ones, planted by tests and benchmarks."""
 
 
 class CandidateError(Exception):
@@ -44,12 +51,13 @@ class CandidateError(Exception):
 
 @dataclass(frozen=True)
 class Device:
-    """The CUDA device under test."""
+    """The CUDA device under test. peak_bytes_per_us: of its memory; None where neither torch nor NVML says."""
 
     index: int
     gpu: Gpu
     name: str
     uuid: str
+    pci_id: str | None
     l2_bytes: int
     peak_bytes_per_us: float | None
 
@@ -62,7 +70,15 @@ class Device:
         clock_khz, bus_bits = getattr(p, "memory_clock_rate", 0), getattr(p, "memory_bus_width", 0)
         # Double data rate: two transfers a clock.
         peak = 2 * clock_khz * 1e3 * bus_bits / 8 / 1e6 if clock_khz and bus_bits else None
-        return cls(index, current_gpu(), p.name, str(p.uuid), p.L2_cache_size, peak)
+        place = [
+            int(n) for part in ("domain", "bus", "device") if (n := getattr(p, f"pci_{part}_id", None)) is not None
+        ]
+        pci_id = "{:08x}:{:02x}:{:02x}.0".format(*place) if len(place) == 3 else None
+        return cls(index, current_gpu(), p.name, str(p.uuid), pci_id, p.L2_cache_size, peak)
+
+    def knowing(self, telemetry: Telemetry) -> Device:
+        """The same with NVML's peak rate of the memory where torch doesn't say it."""
+        return replace(self, peak_bytes_per_us=self.peak_bytes_per_us or telemetry.peak_bytes_per_us())
 
 
 @dataclass
@@ -88,6 +104,10 @@ class WeightCache:
         self._key: tuple[int, int] | None = None
         self._weights: tuple[Tensor, Tensor] | None = None
 
+    def clear(self) -> None:
+        """Forget them: a faulty kernel may have written there."""
+        self._key = self._weights = None
+
     def get(self, pitch: int, channels: int) -> tuple[Tensor, Tensor]:
         if self._key != (pitch, channels) or self._weights is None:
             self._weights = None
@@ -98,7 +118,7 @@ class WeightCache:
                 return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(0, std, generator=g)
 
             self._key = (pitch, channels)
-            self._weights = draw(_MIN_COPIES, pitch, HIDDEN), draw(_MIN_COPIES, HIDDEN, channels)
+            self._weights = draw(MIN_COPIES, pitch, HIDDEN), draw(MIN_COPIES, HIDDEN, channels)
         return self._weights
 
 
@@ -106,26 +126,47 @@ def copies_for(cell: Cell, l2_bytes: int) -> int:
     """Layer copies: at least 8 layers, long enough a replay for the clock's resolution, and cold if the cell asks."""
     problem = cell.problem
     guess_us = 1.3 * problem.floor_us() + 2
-    copies = max(ceil_div(_MIN_COPIES, problem.layers), math.ceil(_MIN_REPLAY_US / guess_us))
+    copies = max(ceil_div(MIN_COPIES, problem.layers), math.ceil(_MIN_REPLAY_US / guess_us))
     if cell.l2 == "warm":
         return copies
     per_copy = problem.bytes_moved
     if cell.context == "layer":
         # The neighbours' weights alone are several times the cache; they evict each step's operands.
         copies = min(copies, 40)
-        unique = copies * per_copy + _MIN_COPIES * HIDDEN * 2 * (problem.pitch + problem.channels)
-        return copies if unique >= _COLD_FACTOR * l2_bytes else copies + ceil_div(_COLD_FACTOR * l2_bytes, per_copy)
-    return max(copies, ceil_div(_COLD_FACTOR * l2_bytes, per_copy))
+        cold = l2_state(unique_bytes(cell, copies), l2_bytes) == "cold"
+        return copies if cold else copies + ceil_div(COLD_FACTOR * l2_bytes, per_copy)
+    return max(copies, ceil_div(COLD_FACTOR * l2_bytes, per_copy))
+
+
+def unique_bytes(cell: Cell, distinct: int) -> int:
+    """Bytes that one replay over `distinct` copies touches, each counted once."""
+    problem = cell.problem
+    between = MIN_COPIES * HIDDEN * 2 * (problem.pitch + problem.channels)
+    surrounded = cell.context == "layer" and not problem.folds_only
+    return distinct * problem.bytes_moved + (between if surrounded else 0)
+
+
+def below_floor(cell: Cell, time_us: float, peak_bytes_per_us: float | None) -> str | None:
+    """Why a cold time is impossible for a memory of this peak rate (None: unknown), or None."""
+    if peak_bytes_per_us is None or cell.l2 != "cold":
+        return None
+    floor_us = cell.problem.bytes_moved / peak_bytes_per_us
+    return None if time_us >= floor_us else f"{time_us:.3f} us is below {floor_us:.3f} us, the bytes at peak rate"
 
 
 @dataclass
 class CellBench:
-    """A cell made ready on the current device. Raises CandidateError('oom', ...) if it doesn't fit in memory."""
+    """A cell made ready on the current device.
+
+    extra  variants beside those of the kernels' package
+    Raises CandidateError: oom if it doesn't fit in memory, unstable if its inputs are not what they claim to be.
+    """
 
     cell: Cell
     device: Device
     weights: WeightCache
     telemetry: Telemetry
+    extra: Variants = field(default_factory=dict)
     copies: list[Operands] = field(init=False)
     neighbours: Neighbours | None = field(init=False, default=None)
     unique_bytes: int = field(init=False)
@@ -144,7 +185,12 @@ class CellBench:
         else:
             self.copies = [make_step(problem, seed=s, inputs=self.cell.inputs) for s in seeds]
         self.launches = count
-        self.unique_bytes = distinct * problem.bytes_moved
+        why = improper_inputs(self.copies[0])
+        if why is not None:
+            raise CandidateError("unstable", f"inputs: {why}")
+        self.unique_bytes = unique_bytes(self.cell, distinct)
+        if self.cell.l2 == "cold":
+            assert l2_state(self.unique_bytes, self.device.l2_bytes) == "cold"
         if self.cell.context == "layer" and not problem.folds_only:
             self._add_neighbours()
         # Where checked launches start from: the parts of the first copy that a launch changes.
@@ -170,7 +216,6 @@ class CellBench:
         g = torch.Generator("cuda").manual_seed(11)
         hidden = torch.empty(problem.rows, HIDDEN, dtype=torch.bfloat16, device="cuda").normal_(0, 1, generator=g)
         self.neighbours = Neighbours(hidden, into, out_of, torch.empty_like(hidden))
-        self.unique_bytes += (into.numel() + out_of.numel()) * 2
 
     def _layers(self) -> Sequence[tuple[int, Operands]]:
         return [(i, self.copies[i % len(self.copies)]) for i in range(self.launches)]
@@ -191,15 +236,19 @@ class CellBench:
             enqueue(self.stream.cuda_stream)
         return Timed(capture(enqueue, self.stream), self.launches)
 
-    def clock(self) -> GraphClock:
-        return GraphClock(self.graphs, self.baseline(), self.telemetry, self.stream)
+    def clock(self, announce: Callable[[Candidate], None], slowed: float) -> GraphClock:
+        """Announces each candidate before its replay; rests after throttled rounds below `slowed` of the full clock."""
+        slowed_mhz = slowed * (self.telemetry.full_clock_mhz or 0)
+        return GraphClock(self.graphs, self.baseline(), self.telemetry, self.stream, announce, slowed_mhz)
 
     def compile(self, candidate: Candidate) -> tuple[ModuleType, Any]:
         """The candidate's module and compiled kernel. Raises CandidateError: unsupported or compile_error."""
-        module = variants.load(candidate.variant)
+        planted = self.extra.get(candidate.variant)
+        module = planted or variants.load(candidate.variant)
         try:
-            spec = variants.make_spec(candidate.variant, candidate.spec)
-        except ValueError as reason:
+            known = variants.make_spec
+            spec = planted.Spec(**candidate.spec) if planted else known(candidate.variant, candidate.spec)
+        except (TypeError, ValueError) as reason:
             raise CandidateError("unsupported", str(reason)) from reason
         why = module.unsupported(self.cell.problem, spec, self.device.gpu)
         if why is None and self.cell.context == "isolated" and candidate.spec.get("pdl"):
@@ -218,57 +267,159 @@ class CellBench:
         Raises CandidateError: capture_failed or wrong.
         """
 
-        def enqueue(stream: int) -> None:
-            for i, operands in self._layers():
-                if self.neighbours is not None:
-                    assert isinstance(operands, StepOperands)
-                    self.neighbours.before(i, operands)
-                module.launch(compiled, operands, stream)
-                if self.neighbours is not None:
-                    assert isinstance(operands, StepOperands)
-                    self.neighbours.after(i, operands)
+        def step(operands: Operands, stream: int) -> None:
+            module.launch(compiled, operands, stream)
+
+        launches: list[Callable[[int], None]] = [partial(step, self.copies[0])] * self.launches
+        if self.cell.l2 == "cold":
+            launches = rotation(step, self.copies, self.launches, self.cell.problem.layers)
 
         # Modules load, libraries pick their kernels and scratch memory is made before the capture.
         with torch.cuda.stream(self.stream):
-            module.launch(compiled, self.copies[0], self.stream.cuda_stream)
+            launches[0](self.stream.cuda_stream)
             if self.neighbours is not None:
                 assert isinstance(self.copies[0], StepOperands)
                 self.neighbours.before(0, self.copies[0])
         torch.cuda.synchronize()
-        try:
-            graph = capture(enqueue, self.stream)
-            require_kernels(graph, module.KERNELS, self.launches)
-        except CaptureFailedError as reason:
-            raise CandidateError("capture_failed", str(reason)) from reason
-        self._check(graph)
+        graph = self._captured(launches, module.KERNELS)
+        # What a warm replay does to its one copy was checked nowhere; its first launch is.
+        checked = graph if self.cell.l2 == "cold" else self._captured(launches[:1], module.KERNELS)
+        self._check(checked)
         self.graphs[candidate] = Timed(graph, self.launches, compiled)
 
-    def _check(self, graph: torch.cuda.CUDAGraph) -> None:
-        if len(self.copies) < self.launches:
-            return  # warm: the same copy is stepped several times in a replay; verified cold
-        first = self.copies[0]
-        for tensor, kept in zip(_mutated(first), self._pristine, strict=True):
+    def _captured(self, launches: Sequence[Callable[[int], None]], kernels: tuple[str, ...]) -> torch.cuda.CUDAGraph:
+        def enqueue(stream: int) -> None:
+            for i, launch in enumerate(launches):
+                operands = self.copies[i % len(self.copies)]
+                if self.neighbours is not None:
+                    assert isinstance(operands, StepOperands)
+                    self.neighbours.before(i, operands)
+                launch(stream)
+                if self.neighbours is not None:
+                    assert isinstance(operands, StepOperands)
+                    self.neighbours.after(i, operands)
+
+        try:
+            graph = capture(enqueue, self.stream)
+            require_kernels(graph, kernels, len(launches))
+        except CaptureFailedError as reason:
+            raise CandidateError("capture_failed", str(reason)) from reason
+        except WrongKernelError as reason:
+            raise CandidateError("wrong", str(reason)) from reason
+        return graph
+
+    def _restore(self) -> None:
+        for tensor, kept in zip(_mutated(self.copies[0]), self._pristine, strict=True):
             tensor.copy_(kept)
+
+    def _check(self, graph: torch.cuda.CUDAGraph) -> None:
+        first = self.copies[0]
+        self._restore()
         if self._expected is None:
             if self.neighbours is not None:
                 assert isinstance(first, StepOperands)
                 self.neighbours.before(0, first)
             self._expected = _expect(self.cell, first)
         compare.poison(first)
+        before = self._sums()
         torch.cuda.synchronize()
         with torch.cuda.stream(self.stream):
             graph.replay()
         torch.cuda.synchronize()
         why = _verdict(self.cell, first, self._expected)
+        if why is None and not torch.equal(before, self._sums()):
+            why = "changed operands that a step only reads"
         if why is not None:
             raise CandidateError("wrong", why)
 
-    def require_plausible(self, time_us: float) -> None:
-        """Raise CandidateError('implausible', ...) for a time below what the memory's peak rate allows."""
-        peak = self.device.peak_bytes_per_us
-        if peak is not None and self.cell.l2 == "cold" and time_us < self.cell.problem.bytes_moved / peak:
-            floor = self.cell.problem.bytes_moved / peak
-            raise CandidateError("implausible", f"{time_us:.3f} us is below {floor:.3f} us, the bytes at peak rate")
+    def _sums(self) -> Tensor:
+        """Sums over the bits of what no launch may write, of some copies and of the neighbours' weights."""
+        some = [self.copies[i] for i in sorted({0, min(1, len(self.copies) - 1), len(self.copies) - 1})]
+        tensors = [t for operands in some for t in _constant(operands)]
+        if self.neighbours is not None:
+            tensors += [self.neighbours.into, self.neighbours.out_of, self.neighbours.hidden]
+        return torch.stack([bit_sum(t) for t in tensors])
+
+    def drifted(self, candidates: Sequence[Candidate]) -> dict[Candidate, tuple[Status, str]]:
+        """Candidates after whose many replays a state is no number any more, with status and reason.
+
+        Each is tried alone from the initial state; if none is found guilty, none of the times can be trusted.
+        """
+        ends = (self.copies[0], self.copies[-1])
+        why = next((text for operands in ends if (text := degenerate(operands)) is not None), None)
+        if why is None:
+            return {}
+        found: dict[Candidate, tuple[Status, str]] = {}
+        for candidate in candidates:
+            self._restore()
+            with torch.cuda.stream(self.stream):
+                for _ in range(_DRIFT_REPLAYS):
+                    self.graphs[candidate].graph.replay()
+            torch.cuda.synchronize()
+            alone = degenerate(self.copies[0])
+            if alone is not None:
+                found[candidate] = "wrong", f"after {_DRIFT_REPLAYS} replays: {alone}"
+        return found or dict.fromkeys(candidates, ("unstable", f"after timing: {why}"))
+
+    def implausible(self, time_us: float) -> str | None:
+        """Why a time can't be, being below what the memory's peak rate allows; None if it can."""
+        return below_floor(self.cell, time_us, self.device.peak_bytes_per_us)
+
+
+def improper_inputs(operands: Operands) -> str | None:
+    """Why operands must not be timed: slots that aren't distinct, in range, live and in random order; inputs that
+    aren't numbers or are all alike. None if they may."""
+    if isinstance(operands, CommitOperands):
+        order, pages = operands.source, operands.states[0].shape[0]
+        in_place = torch.equal(operands.source, operands.destination)
+        slots = order if in_place else torch.cat([operands.source, operands.destination])
+        values = [operands.corrections[0], operands.A_log]
+    else:
+        order = slots = operands.slots.flatten()
+        pages = operands.state.shape[0]
+        values = [operands.projected, operands.conv_state, operands.state, operands.dt_bias]
+    if (slots.sort().values.diff() == 0).any():
+        return "slots: not distinct"
+    if slots.min() < 1 or slots.max() >= pages:
+        return f"slots: {int(slots.min())}..{int(slots.max())}, beyond the pages 1..{pages - 1}"
+    if len(order) >= _RANDOM_FROM and bool((order.diff() > 0).all() or (order.diff() < 0).all()):
+        return "slots: in order; that flatters"
+    for tensor in values:
+        low, high = tensor.aminmax()
+        if not (low.isfinite() and high.isfinite()):
+            return "not all finite"
+        if tensor.numel() > 1 and low == high:
+            return "all alike"
+    return None
+
+
+def degenerate(operands: Operands) -> str | None:
+    """Why a state can't be timed any more: not finite, or denormal, which is another arithmetic. None if it can."""
+    tensors = list(_mutated(operands))
+    if isinstance(operands, StepOperands):
+        tensors.append(operands.out)
+    for tensor in tensors:
+        if not all(end.isfinite() for end in tensor.aminmax()):
+            return "not all finite"
+        some = tensor[: max(1, _SAMPLED_ELEMENTS // tensor[:1].numel())]
+        if ((some != 0) & (some.abs() < torch.finfo(some.dtype).tiny)).float().mean() > _DENORMAL_PART:
+            return f"over {_DENORMAL_PART:.0%} of the elements are denormal"
+    return None
+
+
+def bit_sum(tensor: Tensor) -> Tensor:
+    """Sum of a tensor's elements taken as integers: changes with any one bit."""
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.view(integer).sum(dtype=torch.int64)
+
+
+def _constant(operands: Operands) -> Iterator[Tensor]:
+    """The tensors that a launch only reads."""
+    names: tuple[str, ...] = ("conv_weight", "conv_bias", "f_b", "A_log", "dt_bias", "norm_weight", "slots", "accepted",
+                              "record_rows")  # fmt: skip
+    if isinstance(operands, CommitOperands):
+        names = ("A_log", "dt_bias", "source", "length", "destination", "record_rows", "state_table")
+    yield from (t for name in names if (t := getattr(operands, name)) is not None)
 
 
 def _mutated(operands: Operands) -> list[Tensor]:

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from kdabench.clock import ExhaustedError, Reading
 from kdabench.records import Candidate
-from kdabench.telemetry import GpuState, Telemetry
+from kdabench.telemetry import Telemetry
 
 _SUBMIT_CYCLES = 300_000  # 150 us at 2 GHz; submitting a graph of some hundred nodes takes 20 to 100 us
 
 _TRIES = 3
+_PAUSE_S = 0.1
+"""After a throttled round. A power cap is lifted within some tens of milliseconds of an idle GPU."""
 
 
 class CaptureFailedError(Exception):
-    """A candidate could not be captured into a CUDA graph, or the graph holds other kernels than it claims."""
+    """A candidate could not be captured into a CUDA graph."""
+
+
+class WrongKernelError(Exception):
+    """A graph holds other kernels than the candidate claims."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,7 @@ def kernel_names(graph: torch.cuda.CUDAGraph) -> list[str]:
 
 
 def require_kernels(graph: torch.cuda.CUDAGraph, expected: tuple[str, ...], launches: int) -> None:
-    """Raise CaptureFailedError unless each expected kernel name occurs at least once per launch.
+    """Raise WrongKernelError unless each expected kernel name occurs at least once per launch.
 
     A candidate that silently ran another variant is found here.
     """
@@ -80,38 +88,57 @@ def require_kernels(graph: torch.cuda.CUDAGraph, expected: tuple[str, ...], laun
     found = sum(any(e in name for e in expected) for name in names)
     if found < launches:
         seen = ", ".join(sorted({n[:60] for n in names})[:4]) or "nothing"
-        raise CaptureFailedError(
+        raise WrongKernelError(
             f"expected {launches} launches of {' or '.join(expected)}, the graph has {found} of "
             f"them; it launches {seen}"
         )
 
 
 class GraphClock:
-    """Times graph replays by CUDA events; the time of a baseline graph in the same round is taken off each sample."""
+    """Times graph replays by CUDA events; the time of a baseline graph in the same round is taken off each sample.
+
+    announce     is told of each candidate before its replay: who is to blame if that never ends
+    slowed_mhz   after a throttled sample below this SM clock the GPU rests before the next round
+    """
 
     def __init__(
-        self, graphs: Mapping[Candidate, Timed], baseline: Timed | None, telemetry: Telemetry, stream: torch.cuda.Stream
+        self,
+        graphs: Mapping[Candidate, Timed],
+        baseline: Timed | None,
+        telemetry: Telemetry,
+        stream: torch.cuda.Stream,
+        announce: Callable[[Candidate], None] = lambda candidate: None,
+        slowed_mhz: float = 0.0,
     ) -> None:
         self._graphs = graphs
         self._baseline = baseline
         self._telemetry = telemetry
         self._stream = stream
+        self._announce = announce
+        self._slowed_mhz = slowed_mhz
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
         self._baseline_us = 0.0
-        self._state = GpuState(None, None)
+        self._slowed = False
+        self.round_state: dict[str, Any] = {}
 
     def begin_round(self, index: int) -> None:
         """Read the GPU's state and, where there is one, the baseline: the mean of two replays."""
-        self._state = self._telemetry.state()
+        if self._slowed:
+            time.sleep(_PAUSE_S)
+        self._slowed = False
+        self.round_state = self._telemetry.round_state()
         if self._baseline is not None:
             self._baseline_us = (self._replay_us(self._baseline) + self._replay_us(self._baseline)) / 2
 
     def read(self, candidate: Candidate) -> Reading:
+        self._announce(candidate)
         timed = self._graphs[candidate]
         for _ in range(_TRIES):
             time_us = (self._replay_us(timed) - self._baseline_us) / timed.launches
             if time_us > 0:
-                return Reading(time_us, self._state.sm_clock_mhz, self._state.throttled)
+                state = self._telemetry.state()
+                self._slowed |= bool(state.throttled and (state.sm_clock_mhz or 0) < self._slowed_mhz)
+                return Reading(time_us, state.sm_clock_mhz, state.throttled)
         raise ExhaustedError(f"the baseline's noise exceeds the step: {time_us:.3f} us")
 
     def _replay_us(self, timed: Timed) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 from kdabench.problem import CONV_LAYOUTS, MAX_TOKENS, STATE_DTYPES, Kind, Problem, StateDtype
 from kdabench.records import SpecValue
@@ -20,6 +21,7 @@ STEPS: tuple[tuple[Kind, int], ...] = (
 )
 SPLITS = (1, 2, 4, 8)
 _TYPICAL: tuple[tuple[Kind, int], ...] = (("decode", 1), ("record", 4), ("record", 8), ("spec", 4))
+_TYPICAL_REPLAYS: tuple[tuple[Kind, int], ...] = (("replay", 2), ("replay", 4), ("replay", 8))
 _ALIGN = (False, True)
 
 Choices = Mapping[str, SpecValue]
@@ -35,6 +37,22 @@ _COMMIT_FORMS: tuple[Choices, ...] = (
     {"store": "bulk", "heads_per_cta": 4},
     *(_row_form(*form) for form in product(("bulk", "registers"), (32, 64, 128), (4, 8))),
 )
+
+
+CHUNKED_SPLITS = ((1, 256), (2, 128), (2, 256), (4, 128), (8, 128))
+"""CTAs per item and threads of KdaSplit's chunked form."""
+
+_REPLAY_FORMS: Mapping[str, tuple[Choices, ...]] = {
+    "KdaFused": (
+        {"split": 1},
+        {"split": 1, "gate_mode": 1},
+        {"split": 1, "source": "shared", "fold": "late", "state_first": False},
+        {"split": 2},
+        {"split": 4, "threads": 128},
+        {"split": 8, "threads": 128},
+    ),
+    "KdaFusedWS": ({}, {"gate_mode": 1}),
+}
 
 
 @dataclass(frozen=True)
@@ -72,28 +90,42 @@ def compile_cases(variant: str) -> Iterator[Case]:
             yield _case(variant, {"split": split, "staging": staging}, problem)
         for (kind, q), split, gate_mode in product(_TYPICAL, SPLITS, (0, 1)):
             yield _case(variant, {"split": split, "gate_mode": gate_mode}, Problem(kind, 1, 12, q))
-    elif variant in ("KdaWide", "KdaWS"):
-        for (kind, q), dtype in product(STEPS, STATE_DTYPES):
-            for choices in _forms(variant, kind, dtype):
-                yield _case(variant, choices, Problem(kind, 1, 12, q, state_dtype=dtype))
-    elif variant == "KdaCommit":
+    if variant == "KdaCommit":
         for align, form, dtype in product(_ALIGN, _COMMIT_FORMS, STATE_DTYPES):
             yield _case(variant, {"align": align, **form}, Problem("commit", 1, 12, 8, state_dtype=dtype))
+    if variant not in ("stock", "KdaCommit"):
+        for (kind, q), dtype in product(_steps(variant), STATE_DTYPES):
+            for choices in _forms(variant, kind, dtype):
+                yield _case(variant, choices, _step(kind, 1, 12, q, state_dtype=dtype))
+
+
+def _step(kind: Kind, requests: int, heads: int, tokens: int, **layout: Any) -> Problem:
+    return Problem(kind, requests, heads, tokens, pending="mix" if kind == "replay" else None, **layout)
+
+
+def _steps(variant: str) -> tuple[tuple[Kind, int], ...]:
+    """The kinds and token counts that a variant takes."""
+    if variant in ("KdaFused", "KdaFusedWS"):
+        return tuple(("replay", q) for q in range(2, MAX_TOKENS + 1))
+    return STEPS
 
 
 def _forms(variant: str, kind: Kind, dtype: StateDtype) -> Iterator[Choices]:
-    """What KdaWide and KdaWS can be for a kind of step."""
-    terms = (1, 2) if dtype == "bf16" else (2,)
-    if variant == "KdaWS":
-        if kind == "record":
-            for prologue, gate_mode, n in product((4, 8), (0, 1), terms):
-                yield {"prologue": prologue, "gate_mode": gate_mode, "terms": n}
+    """What a variant can be for a kind of step, where that is another kernel; of KdaSplit the chunked form alone."""
+    if kind == "replay":
+        if dtype == "fp32":
+            yield from _REPLAY_FORMS[variant]
         return
-    for gate_mode in (0, 1):
-        yield {"gate_mode": gate_mode}
-    if kind == "record":
-        for gate_mode, n in product((0, 1), terms):
-            yield {"form": "chunked", "gate_mode": gate_mode, "terms": n}
+    for gate_mode, terms in product((0, 1), (1, 2) if dtype == "bf16" and kind == "record" else (2,)):
+        choices: Choices = {"gate_mode": gate_mode, "terms": terms}
+        if variant == "KdaSplit":
+            if kind == "record":
+                for split, threads in CHUNKED_SPLITS:
+                    yield {"form": "chunked", "split": split, "threads": threads, **choices}
+        elif variant == "KdaWide":
+            yield {**choices, "form": "chunked" if kind == "record" else "recurrence"}
+        else:
+            yield choices
 
 
 def verify_cases(variant: str) -> Iterator[Case]:
@@ -110,36 +142,38 @@ def verify_cases(variant: str) -> Iterator[Case]:
         for heads in HEADS:
             yield _case(variant, {}, Problem("record", 7, heads, 4))
         return
-    if variant in ("KdaWide", "KdaWS"):
-        yield from _whole_item_cases(variant)
-        return
-    # All choices on a small problem with null slots, padding and permuted rows ...
-    for (kind, q), split, staging, gate_mode in product(STEPS, SPLITS, ("registers", "shared"), (0, 1, 2)):
-        problem = Problem(kind, 5, 3, q)
-        yield _case(
-            variant, {"split": split, "staging": staging, "gate_mode": gate_mode}, problem, pad=64, null_requests=(1, 3)
-        )
-    # ... then layouts, state types, inputs, head counts and batches, one after the other.
-    for (kind, q), split, layout, dtype in product(STEPS, SPLITS, CONV_LAYOUTS, STATE_DTYPES):
-        problem = Problem(kind, 6, 6, q, state_dtype=dtype, conv_layout=layout)
-        yield _case(variant, {"split": split}, problem, pad=64, null_requests=(2,), inputs="generic", conv_bias=False)
-    for heads, (kind, q), split in product(HEADS, _TYPICAL, SPLITS):
-        yield _case(variant, {"split": split}, Problem(kind, 37 if heads < 24 else 9, heads, q))
-
-
-def _whole_item_cases(variant: str) -> Iterator[Case]:
-    """Variants whose CTAs take whole items: all forms on awkward operands, then head counts and batches."""
-    for (kind, q), layout, dtype in product(STEPS, CONV_LAYOUTS, STATE_DTYPES):
-        for choices in _forms(variant, kind, dtype):
-            problem = Problem(kind, 5, 3, q, state_dtype=dtype, conv_layout=layout)
+    if variant == "KdaSplit":
+        # All choices on a small problem with null slots, padding and permuted rows ...
+        for (kind, q), split, staging, gate_mode in product(STEPS, SPLITS, ("registers", "shared"), (0, 1, 2)):
+            problem = Problem(kind, 5, 3, q)
+            choices: Choices = {"split": split, "staging": staging, "gate_mode": gate_mode}
             yield _case(variant, choices, problem, pad=64, null_requests=(1, 3))
-    for (kind, q), dtype in product(STEPS, STATE_DTYPES):
+        # ... then layouts, state types, inputs, head counts and batches, one after the other.
+        for (kind, q), split, layout, dtype in product(STEPS, SPLITS, CONV_LAYOUTS, STATE_DTYPES):
+            problem = Problem(kind, 6, 6, q, state_dtype=dtype, conv_layout=layout)
+            yield _case(
+                variant, {"split": split}, problem, pad=64, null_requests=(2,), inputs="generic", conv_bias=False
+            )
+        for heads, (kind, q), split in product(HEADS, _TYPICAL, SPLITS):
+            yield _case(variant, {"split": split}, Problem(kind, 37 if heads < 24 else 9, heads, q))
+    yield from _form_cases(variant)
+
+
+def _form_cases(variant: str) -> Iterator[Case]:
+    """All forms of a variant on awkward operands, then head counts and batches."""
+    for (kind, q), layout, dtype in product(_steps(variant), CONV_LAYOUTS, STATE_DTYPES):
         for choices in _forms(variant, kind, dtype):
-            problem = Problem(kind, 6, 6, q, state_dtype=dtype)
+            problem = _step(kind, 5, 3, q, state_dtype=dtype, conv_layout=layout)
+            yield _case(variant, choices, problem, pad=64, null_requests=(1, 3))
+    for (kind, q), dtype in product(_steps(variant), STATE_DTYPES):
+        for choices in _forms(variant, kind, dtype):
+            problem = _step(kind, 6, 6, q, state_dtype=dtype)
             yield _case(variant, choices, problem, pad=64, null_requests=(2,), inputs="generic", conv_bias=False)
-    for heads, (kind, q), requests in product(HEADS, _TYPICAL, (1, 37, 90)):
+    typical = {(kind, q) for kind, q in _steps(variant) if (kind, q) in (*_TYPICAL, *_TYPICAL_REPLAYS)}
+    for heads, (kind, q), requests in product(HEADS, sorted(typical), (1, 37, 90)):
         for choices in _forms(variant, kind, "fp32"):
-            yield _case(variant, choices, Problem(kind, requests, heads, q))
+            if requests < 90 or variant != "KdaSplit":  # more CTAs than an SM has room for, or items that one walks
+                yield _case(variant, choices, _step(kind, requests, heads, q))
 
 
 def _commit_cases(variant: str, dtypes: tuple[StateDtype, ...]) -> Iterator[Case]:
@@ -149,3 +183,5 @@ def _commit_cases(variant: str, dtypes: tuple[StateDtype, ...]) -> Iterator[Case
         for heads in (3, 12):
             problem = Problem("commit", 7, heads, q, 2, dtype, "mix")
             yield Case(variant, tuple(sorted(choices.items())), problem, 64, (1, 4), align=align, in_place=in_place)
+    for q, form, layers in product((2, 4, 8), forms, (1, 3)):
+        yield Case(variant, tuple(sorted(form.items())), Problem("flush", 7, 6, q, layers, "fp32", "mix"), 64, (1, 4))

@@ -12,6 +12,7 @@ import math
 import os
 import socket
 import sqlite3
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from kdabench import provenance
+from kdabench import clock, provenance
 from kdabench.records import (
     STATUSES,
     Candidate,
@@ -55,6 +56,13 @@ _SCHEMA = (
        PRIMARY KEY (cell, process, candidate)) WITHOUT ROWID""",
     "CREATE TABLE done (cell INTEGER NOT NULL, process INTEGER NOT NULL, PRIMARY KEY (cell, process)) WITHOUT ROWID",
 )
+_LATER = (
+    """CREATE TABLE IF NOT EXISTS gpu (cell INTEGER NOT NULL, process INTEGER NOT NULL, round INTEGER NOT NULL,
+       state TEXT NOT NULL, PRIMARY KEY (cell, process, round)) WITHOUT ROWID""",
+    """CREATE TABLE IF NOT EXISTS lease (cell INTEGER NOT NULL, process INTEGER NOT NULL, holder TEXT NOT NULL,
+       expires REAL NOT NULL, PRIMARY KEY (cell, process)) WITHOUT ROWID""",
+)
+"""Tables that journals of this layout may lack: what they hold is not needed to read one."""
 
 
 class JournalError(Exception):
@@ -85,8 +93,11 @@ def _one_line(path: Path) -> Iterator[None]:
         raise JournalError(f"{path}: {reason}") from error
 
 
-def _lock(path: Path) -> int:
-    """An exclusive lock on `<path>.lock`, held until the returned descriptor is closed or the process ends."""
+def hold(path: Path, what: str = "written") -> int:
+    """An exclusive lock on `<path>.lock`, held until the returned descriptor is closed or the process ends.
+
+    Raises JournalBusy naming the holder, and that it is being `what`.
+    """
     descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -95,7 +106,7 @@ def _lock(path: Path) -> int:
     except BlockingIOError:
         holder = os.pread(descriptor, 300, 0).decode(errors="replace").strip() or "a process that is just starting"
         os.close(descriptor)
-        raise JournalBusy(f"{path}: is being written by {holder}") from None
+        raise JournalBusy(f"{path}: is being {what} by {holder}") from None
     except BaseException:
         os.close(descriptor)
         raise
@@ -121,7 +132,7 @@ class Journal:
         """
         with _one_line(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            lock = _lock(path)
+            lock = hold(path)
             try:
                 connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)
                 journal = cls(path, connection, lock)
@@ -186,6 +197,12 @@ class Journal:
             if self.replay != replay:
                 raise JournalError(f"{self.path}: {'is' if self.replay else 'is not'} a replay: use another journal")
             self._db.execute("INSERT OR REPLACE INTO meta VALUES ('question', ?)", (question,))
+            for statement in _LATER:
+                self._db.execute(statement)
+            self._db.execute("DELETE FROM lease")  # of an earlier writer, which is gone
+
+    def _has(self, table: str) -> bool:
+        return bool(self._db.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)).fetchone())
 
     def _check_version(self) -> None:
         if self._meta("schema") != _SCHEMA_VERSION:
@@ -248,20 +265,36 @@ class Journal:
 
     def history(self, cell: Cell, process: int) -> tuple[dict[Candidate, list[tuple[int, float]]], int]:
         """What a partial cell already has: (round, time_us) by candidate in the order taken, and the next round."""
-        query = """SELECT variant, spec, round, time_us FROM reading JOIN cell ON cell.id = reading.cell
-                   JOIN candidate ON candidate.id = candidate WHERE key = ? AND process = ? ORDER BY round, position"""
+        found, upcoming = self.readings(cell, process)
+        return {c: [(index, reading.time_us) for index, reading in past] for c, past in found.items()}, upcoming
+
+    def readings(self, cell: Cell, process: int) -> tuple[dict[Candidate, list[tuple[int, clock.Reading]]], int]:
+        """The same with the GPU's clock and whether it throttled: what an interrupted contest goes on from."""
+        query = """SELECT variant, spec, round, time_us, sm_clock_mhz, throttled FROM reading
+                   JOIN cell ON cell.id = reading.cell JOIN candidate ON candidate.id = candidate
+                   WHERE key = ? AND process = ? ORDER BY round, position"""
         latest = "SELECT max(round) FROM round JOIN cell ON cell.id = cell WHERE key = ? AND process = ?"
-        found: dict[Candidate, list[tuple[int, float]]] = {}
+        found: dict[Candidate, list[tuple[int, clock.Reading]]] = {}
         with _one_line(self.path):
-            for variant, spec, index, time_us in self._db.execute(query, (cell.key, process)):
-                found.setdefault(Candidate(variant, spec), []).append((index, time_us))
+            for variant, spec, index, time_us, mhz, slow in self._db.execute(query, (cell.key, process)):
+                reading = clock.Reading(time_us, mhz, None if slow is None else bool(slow))
+                found.setdefault(Candidate(variant, spec), []).append((index, reading))
             last = self._db.execute(latest, (cell.key, process)).fetchone()[0]
         return found, 0 if last is None else last + 1
 
     def add_round(
-        self, cell: Cell, process: int, round_index: int, readings: Sequence[Reading], order: Sequence[int] = ()
+        self,
+        cell: Cell,
+        process: int,
+        round_index: int,
+        readings: Sequence[Reading],
+        order: Sequence[int] = (),
+        gpu: Mapping[str, Any] | None = None,
     ) -> None:
-        """Keeps one round, readings in the order taken; `order` says how it was shuffled, if that is worth keeping.
+        """Keeps one round, readings in the order taken.
+
+        order  how it was shuffled, if that is worth keeping
+        gpu    the GPU's state as the round began, as JSON
 
         Raises ValueError for a round that is there already and for a time that isn't finite and positive.
         """
@@ -275,9 +308,11 @@ class Journal:
             self._db.execute("INSERT INTO round VALUES (?, ?, ?, ?)", (*key, canonical(list(order))))
             self._db.executemany(
                 "INSERT INTO reading VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                [(*key, place, self._candidate(c), float(us), clock, slow)
-                 for place, (c, us, clock, slow) in enumerate(readings)],
+                [(*key, place, self._candidate(c), float(us), mhz, slow)
+                 for place, (c, us, mhz, slow) in enumerate(readings)],
             )  # fmt: skip
+            if gpu:
+                self._db.execute("INSERT INTO gpu VALUES (?, ?, ?, ?)", (*key, canonical(dict(gpu))))
 
     def set_outcome(
         self,
@@ -304,9 +339,64 @@ class Journal:
             self._db.execute("INSERT OR REPLACE INTO outcome VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", (*key, *facts))
 
     def finish_cell(self, cell: Cell, process: int) -> None:
-        """Nothing is left to measure in this process's share of the cell."""
+        """Nothing is left to measure in this process's share of the cell; ends its lease."""
         with self._transaction():
-            self._db.execute("INSERT OR IGNORE INTO done VALUES (?, ?)", (self._cell(cell), process))
+            key = (self._cell(cell), process)
+            self._db.execute("INSERT OR IGNORE INTO done VALUES (?, ?)", key)
+            self._db.execute("DELETE FROM lease WHERE cell = ? AND process = ?", key)
+
+    def lease(
+        self, shares: Sequence[tuple[Cell, int]], holder: str, seconds: float, now: float | None = None
+    ) -> tuple[Cell, int] | None:
+        """Hands the first of `shares` that is neither finished nor leased to `holder`, for so long; None: none is free.
+
+        The lease of a holder that stopped renewing it lapses. Leases end with the writer's use of the journal.
+        """
+        now = time.time() if now is None else now
+        with self._transaction():
+            self._db.execute("DELETE FROM lease WHERE expires <= ?", (now,))
+            for cell, process in shares:
+                key = (self._cell(cell), process)
+                taken = any(
+                    self._db.execute(f"SELECT 1 FROM {table} WHERE cell = ? AND process = ?", key).fetchone()
+                    for table in ("done", "lease")
+                )
+                if not taken:
+                    self._db.execute("INSERT INTO lease VALUES (?, ?, ?, ?)", (*key, holder, now + seconds))
+                    return cell, process
+        return None
+
+    def renew(self, cell: Cell, process: int, holder: str, seconds: float, now: float | None = None) -> bool:
+        """A sign of life: prolongs a lease. False if it lapsed and another holder may have the share."""
+        now = time.time() if now is None else now
+        with self._transaction():
+            key = (now + seconds, self._cell(cell), process, holder, now)
+            query = "UPDATE lease SET expires = ? WHERE cell = ? AND process = ? AND holder = ? AND expires > ?"
+            return self._db.execute(query, key).rowcount == 1
+
+    def leases(self) -> dict[tuple[Cell, int], tuple[str, float]]:
+        """Holder, and when the lease lapses in seconds of the epoch, by share."""
+        query = "SELECT key, process, holder, expires FROM lease JOIN cell ON cell.id = cell ORDER BY 1, 2"
+        with _one_line(self.path):
+            rows = self._db.execute(query).fetchall() if self._has("lease") else []
+        return {(Cell(**json.loads(key)), process): (holder, expires) for key, process, holder, expires in rows}
+
+    def gpu_states(self, cell: Cell, process: int) -> dict[int, dict[str, Any]]:
+        """The GPU's state by round."""
+        query = "SELECT round, state FROM gpu JOIN cell ON cell.id = cell WHERE key = ? AND process = ? ORDER BY 1"
+        with _one_line(self.path):
+            rows = self._db.execute(query, (cell.key, process)).fetchall() if self._has("gpu") else []
+        return {index: json.loads(state) for index, state in rows}
+
+    def forget_rounds(self, cell: Cell, process: int) -> None:
+        """Drops the rounds of a share in which a candidate failed, and outcomes with times: what it did to them is
+        unknown. Failures stay."""
+        with self._transaction():
+            key = (self._cell(cell), process)
+            for table in ("reading", "round", "gpu"):
+                self._db.execute(f"DELETE FROM {table} WHERE cell = ? AND process = ?", key)
+            query = "DELETE FROM outcome WHERE cell = ? AND process = ? AND status IN ('ok', 'unstable')"
+            self._db.execute(query, key)
 
     def reopen_failed(self) -> int:
         """Forgets all (cell, process) shares in which a candidate failed, and returns their number.
@@ -316,7 +406,7 @@ class Journal:
         query = "SELECT DISTINCT cell, process FROM outcome WHERE status NOT IN ('ok', 'unsupported')"
         with self._transaction():
             shares = self._db.execute(query).fetchall()
-            for table in ("reading", "round", "outcome", "done"):
+            for table in ("reading", "round", "outcome", "done", "gpu"):
                 self._db.executemany(f"DELETE FROM {table} WHERE cell = ? AND process = ?", shares)
         return len(shares)
 
@@ -370,6 +460,8 @@ class Journal:
         found: dict[tuple[str, int], dict[str, list[tuple[Any, ...]]]] = {}
         with _one_line(self.path):
             for table, query in _SHARES.items():
+                if not self._has(table):
+                    continue
                 for key, process, *row in self._db.execute(query):
                     found.setdefault((key, process), {}).setdefault(table, []).append(tuple(row))
         return found
@@ -395,6 +487,7 @@ _SHARES = {
                   info FROM outcome JOIN cell ON cell.id = cell JOIN candidate ON candidate.id = candidate
                   ORDER BY 1, 2, 3, 4""",
     "done": "SELECT key, process FROM done JOIN cell ON cell.id = cell ORDER BY 1, 2",
+    "gpu": "SELECT key, process, round, state FROM gpu JOIN cell ON cell.id = cell ORDER BY 1, 2, 3",
 }
 _NAMED = {"reading": 2, "outcome": 0}
 """Where a row of `_SHARES` names its candidate, in variant and spec."""

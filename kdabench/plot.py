@@ -27,7 +27,7 @@ from kdabench.curves import (
     policy_runs,
     timings,
 )
-from kdabench.policy import STEP_KINDS
+from kdabench.policy import FITTED_KINDS
 from kdabench.records import Record
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def write_plots(
     written = []
     for question, group in by_question(records).items():
         ranked: Ranked | None = None
-        if policy is not None and question.kind in STEP_KINDS and question.context == "layer":
+        if policy is not None and question.kind in FITTED_KINDS and question.context == "layer":
             ranked = policy.ranked
         figure = draw(question, group, device=device, sms=sms, ranked=ranked, replay=replay, held=held)
         for suffix, metadata in ((".svg", {"Date": None}), (".png", {"Software": None})):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from types import ModuleType
 from typing import Any
 
 from kdabench.records import SpecValue
@@ -13,11 +14,18 @@ Options = Mapping[str, SpecValue]
 ScheduleTable = Mapping[int, Mapping[int, Options]]
 """heads -> requests -> schedule of KdaSplit."""
 
+ChoiceTable = Mapping[tuple[str, int], Mapping[int, Mapping[int, tuple[str, Options]]]]
+"""(kind, tokens) -> heads -> items -> what takes a step from there on: a variant and its options."""
+
 STEP_KINDS = ("decode", "spec", "record")
-"""Kinds that a fit covers. A replay below its threshold is a flush and a record."""
+"""Kinds that have thresholds of their own."""
 WINDOW_KINDS = ("record", "spec")
+FITTED_KINDS = (*STEP_KINDS, "replay")
+"""Kinds that a fit covers. A replay below its threshold is a flush and a record."""
 DEFAULT_GATE_MODE = 2
-"""Of a key whose schedule doesn't name one: that of KdaSplit's Spec."""
+"""Of KdaSplit's Spec."""
+OTHERS_GATE_MODE = 0
+"""Of the other variants' Specs."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +56,12 @@ def never() -> dict[str, int | None]:
 class Policy:
     """The constants of the decision list, under the names of the generated module in lower case. None is never.
 
+    choices          what decides; a step that it has no row for goes by the thresholds and schedules
     spec_schedule    the best table that all windows can share: for kinds that window_schedule lacks, and to copy
     window_schedule  (kind, tokens) -> table, without the entries between two of the same schedule
     options          of the variants that have no schedule table
     step_options     variant -> (kind, tokens) -> options, before `options`
+    fused_split      items -> CTAs per item of KdaFused from there on; empty: a rule of thumb
     policies         heads -> (requests, tokens) -> (row pitch in elements, gate mode)
     measured         kind -> heads -> tokens -> requests -> time of the best other variant over that of the choice, or
                      None if no other variant has one
@@ -63,11 +73,13 @@ class Policy:
     stock_items: Mapping[str, int | None]
     options: Mapping[str, Options]
     policies: Mapping[int, Mapping[tuple[int, int], tuple[int, int]]]
+    choices: ChoiceTable = field(default_factory=dict)
     window_schedule: Mapping[tuple[str, int], ScheduleTable] = field(default_factory=dict)
     step_options: Mapping[str, Mapping[tuple[str, int], Options]] = field(default_factory=dict)
     measured: Mapping[str, Mapping[int, Mapping[int, Mapping[int, float | None]]]] = field(default_factory=dict)
-    fused_items: Mapping[int, int] = field(default_factory=dict)
+    fused_items: Mapping[int, int | None] = field(default_factory=dict)
     fused_default_items: int | None = None
+    fused_split: Mapping[int, int] = field(default_factory=dict)
     fused_ws_items: int | None = None
     ws_items: Mapping[str, int | None] = field(default_factory=never)
     ws_small: int | None = None
@@ -83,6 +95,13 @@ class Policy:
             heads: {f"{requests},{tokens}": list(value) for (requests, tokens), value in row.items()}
             for heads, row in self.policies.items()
         }
+        choices = {
+            f"{kind},{tokens}": {
+                heads: {items: {"variant": variant, "options": options} for items, (variant, options) in row.items()}
+                for heads, row in table.items()
+            }
+            for (kind, tokens), table in self.choices.items()
+        }
         windows = {f"{kind},{tokens}": table for (kind, tokens), table in self.window_schedule.items()}
         steps = {
             variant: {f"{kind},{tokens}": options for (kind, tokens), options in row.items()}
@@ -90,7 +109,7 @@ class Policy:
         }
         return {
             "DEVICE": self.origin.device, "SMS": self.origin.sms, "CAPABILITY": list(self.origin.capability),
-            "RECORDS": self.origin.digest, **rules, "OPTIONS": self.options, "STEP_OPTIONS": steps,
+            "RECORDS": self.origin.digest, "CHOICES": choices, **rules, "OPTIONS": self.options, "STEP_OPTIONS": steps,
             "SCHEDULE": self.schedule, "SPEC_SCHEDULE": self.spec_schedule, "WINDOW_SCHEDULE": windows,
             "POLICIES": keys, "MEASURED": self.measured,
         }  # fmt: skip
@@ -99,6 +118,7 @@ class Policy:
 RULES = (
     "fused_items",
     "fused_default_items",
+    "fused_split",
     "fused_ws_items",
     "ws_items",
     "ws_small",
@@ -114,3 +134,9 @@ RULES = (
 def with_pdl(spec: Options) -> dict[str, SpecValue]:
     """A candidate's spec as options: `pdl` is always said."""
     return dict(sorted({"pdl": False, **spec}.items()))
+
+
+def policy_of(module: ModuleType, origin: Origin) -> Policy:
+    """The policy that a generated module holds, of an older version too, but with another origin."""
+    values = {f.name: getattr(module, f.name.upper()) for f in fields(Policy) if hasattr(module, f.name.upper())}
+    return Policy(origin, **values)

@@ -34,6 +34,7 @@ FIELDS: dict[str, FieldClass] = {
     "kdabench": "soft",
     "uuid": "free",
     "pci_id": "free",
+    "nvml": "free",
     "git_revision": "free",
     "git_dirty": "free",
 }

@@ -35,6 +35,8 @@ Status = Literal[
 SpecValue = int | str | bool
 
 SCHEMA = 1
+COLD_FACTOR = 3
+"""A replay is cold if the bytes it touches are this many times the L2."""
 CONTEXTS: tuple[Context, ...] = ("layer", "isolated", "chain")
 INPUTS: tuple[Inputs, ...] = ("model", "generic")
 STATUSES: tuple[Status, ...] = (
@@ -49,6 +51,11 @@ STATUSES: tuple[Status, ...] = (
     "implausible",
     "unstable",
 )
+
+
+def l2_state(unique_bytes: int, l2_bytes: int) -> L2:
+    """By the bytes that one replay touches."""
+    return "cold" if unique_bytes >= COLD_FACTOR * l2_bytes else "warm"
 
 
 def canonical(value: object) -> str:
@@ -407,6 +414,8 @@ def load(paths: Iterable[Path]) -> list[Record]:
     envs = load_envs(paths)
     if unknown := {record.env for record in records} - envs.keys():
         raise RecordError(f"{paths[0]}: env: {min(unknown)}: not in the env.json beside it")
+    for record in records:
+        _require_cold(record, envs[record.env].get("l2_bytes"), paths[0])
     try:
         provenance.check_kernels(records)
         notes = provenance.check_mix([envs[digest] for digest in sorted({record.env for record in records})])
@@ -415,6 +424,15 @@ def load(paths: Iterable[Path]) -> list[Record]:
     for note in notes:
         warnings.warn(note, provenance.ProvenanceWarning, stacklevel=2)
     return records
+
+
+def _require_cold(record: Record, l2_bytes: int | None, path: Path) -> None:
+    """Raises RecordError for a time that is called cold, though one replay of it fits into the L2."""
+    if record.status != "ok" or record.cell.l2 != "cold" or not isinstance(l2_bytes, int):
+        return
+    if l2_state(record.unique_bytes, l2_bytes) != "cold":
+        rule = f"below {COLD_FACTOR} x the L2 of {l2_bytes} bytes is not cold"
+        _fail(f"{path}: {record.candidate}, {record.cell.key}", "unique_bytes", record.unique_bytes, rule)
 
 
 def load_envs(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:

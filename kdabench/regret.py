@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kdabench.policy import STEP_KINDS, with_pdl
+from kdabench.policy import FITTED_KINDS, with_pdl
 from kdabench.records import Candidate, Cell, Record, canonical, cell_order
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 Interval = tuple[int | None, int | None]
 """Of items; None is never."""
 
@@ -29,6 +30,9 @@ CLIFF = 0.03
 """A step that is slower than one with more requests by more than this, as a ratio, stands on a cliff."""
 NOWHERE = -1
 """Index of the candidate where nothing can be picked."""
+FLUSH = "flush"
+"""What stands for a variant in replay cells: a flush and then the fastest record."""
+_FLUSH_OPTIONS = canonical(with_pdl({}))
 _UNLISTED_WEIGHT = 1e-6
 
 
@@ -72,9 +76,31 @@ class Grid:
         """Index of a candidate by its variant and what `choose` calls its options."""
         return {(c.variant, canonical(with_pdl(c.spec))): i for i, c in enumerate(self.candidates)}
 
+    def draws(self, resamples: int, seed: int) -> Ints:
+        """[resamples, cells, processes] processes drawn anew in each cell, with repetition."""
+        # The raw stream of a bit generator is the same in every numpy; that of its distributions need not be.
+        cells, _, processes = self.process_us.shape
+        raw = np.random.PCG64(seed).random_raw(resamples * cells * processes)
+        draws: Ints = (raw % np.uint64(processes)).astype(np.int64).reshape(resamples, cells, processes)
+        return draws
+
     def resampled(self, draw: Ints) -> Grid:
-        """The grid with other processes: draw [cells, processes] picks them, with repetition."""
+        """The grid with other processes: draw [cells, processes]."""
         return replace(self, process_us=np.take_along_axis(self.process_us, draw[:, None, :], axis=2))
+
+    def picked_us(self, picked: Ints) -> Floats:
+        """[cells, processes] times of the picked candidates; NaN where there is none."""
+        times = self.process_us[np.arange(len(self.cells)), picked]
+        times[picked == NOWHERE] = np.nan
+        return times
+
+
+def resampled_log_us(process_us: Floats, draws: Ints) -> Floats:
+    """[resamples, cells, ...] log of the medians of drawn processes. process_us: [cells, ..., processes]"""
+    between = (None,) * (process_us.ndim - 2)
+    at = draws[(slice(None), slice(None), *between)]
+    log_us: Floats = np.log(_middle(np.take_along_axis(process_us[None], at, axis=-1)))
+    return log_us
 
 
 def _middle(values: Floats) -> Floats:
@@ -87,7 +113,7 @@ def _middle(values: Floats) -> Floats:
     return middle
 
 
-def _median(samples: Sequence[float]) -> float:
+def median(samples: Sequence[float]) -> float:
     ranked, half = sorted(samples), len(samples) // 2
     return ranked[half] if len(samples) % 2 else (ranked[half - 1] + ranked[half]) / 2
 
@@ -108,7 +134,7 @@ def make_grid(records: Iterable[Record], weights: Mapping[int, float] | None = N
 
     weights  how often each request count occurs; each goes to the nearest measured count. None weighs all cells alike.
     """
-    rows = [r for r in records if r.cell.kind in STEP_KINDS]
+    rows = [r for r in records if r.cell.kind in FITTED_KINDS]
     failed = {(r.cell, r.candidate) for r in rows if r.status not in ("ok", "unstable")}
     cells = sorted({r.cell for r in rows}, key=cell_order)
     candidates = sorted({r.candidate for r in rows}, key=lambda c: (c.variant, c.spec_json))
@@ -118,7 +144,7 @@ def make_grid(records: Iterable[Record], weights: Mapping[int, float] | None = N
     for r in rows:
         if r.status == "ok" and (r.cell, r.candidate) not in failed:
             at = cell_at[r.cell], candidate_at[r.candidate], process_at[r.process]
-            process_us[at] = _median(r.samples_us)
+            process_us[at] = median(r.samples_us)
     return Grid(tuple(cells), tuple(candidates), process_us, _weights(cells, weights))
 
 
@@ -144,7 +170,8 @@ def picks(grid: Grid, ranked: Callable[..., Any]) -> Ints:
     found = np.full(len(grid.cells), NOWHERE)
     for row, cell in enumerate(grid.cells):
         for choice in ranked(cell.heads, cell.requests, cell.tokens, cell.kind):
-            index = grid.by_options.get((choice.variant, canonical(dict(choice.options))))
+            key = (FLUSH, _FLUSH_OPTIONS) if choice.flush else (choice.variant, canonical(dict(choice.options)))
+            index = grid.by_options.get(key)
             if index is not None and not np.isnan(grid.log_us[row, index]):
                 found[row] = index
                 break
@@ -179,7 +206,7 @@ def summarize(grid: Grid, picked: Ints) -> dict[str, Regret]:
     regret = log_regret(grid, picked)
     kinds = np.array([cell.kind for cell in grid.cells])
     found = {}
-    for kind in ("all", *STEP_KINDS):
+    for kind in ("all", *FITTED_KINDS):
         rows = np.flatnonzero(~np.isnan(regret) & ((kinds == kind) | (kind == "all")))
         if not len(rows):
             continue
@@ -193,6 +220,37 @@ def summarize(grid: Grid, picked: Ints) -> dict[str, Regret]:
             top1=float(np.mean(regret[rows] == 0)),
         )
     return found
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What one way of choosing gains over another in geometric mean, as a fraction.
+
+    low, high  90 % bootstrap interval over processes
+    error      standard error
+    """
+
+    geomean: float
+    low: float
+    high: float
+    error: float
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """Regret on cells that no fit has seen.
+
+    bounds     "geomean", "p99", "max": upper ends of one-sided 95 % intervals, bootstrap over cells and processes
+    baselines  of other ways of choosing. "only <variant>": with the options that are best on these very cells, but
+               KdaSplit with the schedules of the policy
+    uncovered  cells where none of the policy's choices has a time, though something has
+    """
+
+    cells: int
+    regret: Mapping[str, Regret]
+    bounds: Mapping[str, float]
+    baselines: Mapping[str, Regret]
+    uncovered: tuple[Cell, ...]
 
 
 @dataclass(frozen=True)
@@ -218,19 +276,23 @@ class Evidence:
     uncovered               cells where none of the policy's choices has a time, though something has
     statuses                of all records
     regret                  of the policy, by kind and over "all"
-    baselines               the same of other ways of choosing: "only <variant>" with its own best options; "one
-                            window schedule", the policy with SPEC_SCHEDULE for all token counts and kinds; and "default
-                            schedule" if the kernel's default was measured
+    baselines               the same of other ways of choosing: "only <variant>" with its own best options; "thresholds
+                            and schedules", the policy without CHOICES; "one window schedule", without WINDOW_SCHEDULE
+                            too; "not streamable" among the variants that remain then; and "default schedule" if the
+                            kernel's default was measured
     best_single_variant     the better of the "only ..." ways
     table_gain              what an unrestricted table, one entry per cell, would gain in geometric mean
-    token_tables_gain       what the fastest schedule in each window cell would still gain where KdaSplit is picked
+    entries                 of the rows that decide
     slower_than_default     cells where the policy loses to the default schedule by more than the tie band: (cell, ratio
                             lost); None if that wasn't measured
     cliffs                  of the policy, see Cliff
     intervals               STOCK_ITEMS by kind: 90 % bootstrap interval over processes, None with fewer than two
-    other_intervals         the same of other thresholds whose variant was measured, by name
+    other_intervals         the same of other thresholds whose variant was measured, by name, then kind or heads
+    unsettled               cells where under 90 % of the resamples pick the policy's variant: (cell, share)
     flips                   cells whose winner loses more than the tie band with generic inputs: (cell, ratio lost)
     held                    variants that were measured but kept out of the policy, and why
+    kept                    None, or why the constants are those of the policy before: the gain of new ones
+    certificate             what held-out cells say; None without such
     """
 
     cells: int
@@ -241,13 +303,16 @@ class Evidence:
     baselines: Mapping[str, Mapping[str, Regret]]
     best_single_variant: str | None
     table_gain: float
-    token_tables_gain: float
+    entries: int
     slower_than_default: tuple[tuple[Cell, float], ...] | None
     cliffs: tuple[Cliff, ...]
     intervals: Mapping[str, Interval | None]
     other_intervals: Mapping[str, Mapping[str, Interval | None]]
     flips: tuple[tuple[Cell, float], ...]
     held: Mapping[str, str]
+    unsettled: tuple[tuple[Cell, float], ...] = ()
+    kept: Gain | None = None
+    certificate: Certificate | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

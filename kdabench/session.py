@@ -7,32 +7,33 @@ was doing at that moment gets the blame and is not tried again.
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import os
+import re
 import signal
+import tempfile
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import median
-from typing import Literal
+from types import FrameType
+from typing import Any, Literal
 
 from kdabench import build, worker
 from kdabench import device as devices
-from kdabench.clock import ReplayedClock
+from kdabench.clock import EXHAUSTED, ReplayedClock
 from kdabench.grid import Case
-from kdabench.journal import Journal
-from kdabench.measure import Plan, Round, run_contest
+from kdabench.journal import Journal, JournalError, hold
+from kdabench.measure import Contest, Plan, Round, run_contest, twin_verdict, twins
+from kdabench.process import Worker, WorkerLostError, WorkerMain
 from kdabench.records import Candidate, Cell, Record, Status, load
 from kdabench.sweep import Sweep
 
 REPLAY = "replay:"
-_LIMITS_S: Mapping[worker.Phase, float] = {"start": 120, "cell": 120, "compile": 180, "check": 60, "measure": 60}
-_KILL_GRACE_S = 3.0
+_LEASE_S = 600.0
 _RULED_OUT = 1.15  # a settled loser this far behind the best isn't measured by later processes
 
 
@@ -52,21 +53,59 @@ class Event:
 
 @dataclass
 class Summary:
-    """What a sweep came to. `records` are all that its journal holds."""
+    """What a sweep came to. `records` are all that its journal holds.
+
+    stopped_by      the signal that ended it, or None
+    twins           how often a candidate measured twice was found faster, slower or the same as itself
+    """
 
     journal: Path
     done: int
     total: int
-    interrupted: bool
+    stopped_by: int | None
     replay: bool
     records: list[Record]
     without_winner: tuple[Cell, ...] = field(default=())
+    twins: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def interrupted(self) -> bool:
+        return self.stopped_by is not None
 
 
 Listener = Callable[[Event], None]
 Share = tuple[int, int]
 WHOLE: Share = (1, 1)
-WorkerMain = Callable[[Connection, int], None]
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal asked the sweep to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextmanager
+def _stopping() -> Iterator[None]:
+    """SIGTERM and SIGHUP, a closed terminal among its senders, end the sweep like Ctrl-C: once, and cleanly."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for each in replaced:
+            signal.signal(each, signal.SIG_IGN)
+        raise Stopped(number)
+
+    replaced: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        # One that is ignored, as by nohup, stays so.
+        replaced = {n: old for n in (signal.SIGTERM, signal.SIGHUP) if (old := signal.getsignal(n)) != signal.SIG_IGN}
+    for number in replaced:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, old in replaced.items():
+            signal.signal(number, old)
 
 
 def find_device(choice: str, results: Path) -> str:
@@ -133,15 +172,16 @@ def run_sweep(
         ]
         total = sweep.processes * len(cells)
         listener(Event("plan", total - len(todo), total))
-        interrupted = False
+        stopped_by = None
         try:
-            progress = _Progress(listener, total - len(todo), total, budget_s)
-            if replay:
-                _replay(sweep, todo, journal, results / device.removeprefix(REPLAY), plan, progress)
-            else:
-                _measure(sweep, todo, journal, int(device.removeprefix("cuda:")), worker_main, plan, progress)
-        except KeyboardInterrupt:
-            interrupted = True
+            with _stopping():
+                progress = _Progress(listener, total - len(todo), total, budget_s)
+                if replay:
+                    _replay(sweep, todo, journal, results / device.removeprefix(REPLAY), plan, progress)
+                else:
+                    _measure(sweep, todo, journal, int(device.removeprefix("cuda:")), worker_main, plan, progress)
+        except KeyboardInterrupt as stopped:
+            stopped_by = stopped.number if isinstance(stopped, Stopped) else int(signal.SIGINT)
         left = sum(journal.cell_state(cell, process) != "done" for cell, process in todo)
         records = journal.records()
     winners = {r.cell for r in records if r.status == "ok"}
@@ -150,10 +190,11 @@ def run_sweep(
         path,
         total - left,
         total,
-        interrupted,
+        stopped_by,
         replay,
         records,
         tuple(cell for cell in cells if cell in measured and cell not in winners),
+        Counter(v for r in records if (v := twin_verdict(twins(r), plan)) is not None),
     )
 
 
@@ -194,7 +235,7 @@ def _replay(
     sweep: Sweep, todo: Sequence[tuple[Cell, int]], journal: Journal, folder: Path, plan: Plan, progress: _Progress
 ) -> None:
     """Sampling and stopping, run on recorded samples."""
-    recorded = _recorded(folder, sweep)
+    recorded, known = _recorded(folder, sweep), devices.load_envs(folder)
     envs: set[str] = set()
     for cell, process in todo:
         if progress.spent:
@@ -204,24 +245,26 @@ def _replay(
         if not wanted:
             progress.note(f"not recorded: {cell.kind} requests={cell.requests} heads={cell.heads} process={process}")
         for digest in {r.env for r in wanted} - envs:
-            envs.add(journal.add_env(devices.load_envs(folder)[digest]))
+            envs.add(journal.add_env(known[digest]))
         timed = [r for r in wanted if r.samples_us]
-        history, first_round = journal.history(cell, process)
+        history, first_round = journal.readings(cell, process)
+        clocks = [known[r.env]["sm_clock_max_mhz"] for r in timed if known[r.env].get("sm_clock_max_mhz")]
         contest = run_contest(
             [r.candidate for r in timed],
             ReplayedClock(timed),
             replace(plan, seconds=float("inf")),
             history=history,
             first_round=first_round,
-            on_round=partial(_keep_round, journal, cell, process),
+            full_clock_mhz=max(clocks, default=None),
+            on_round=lambda index, readings: _keep_round(journal, cell, process, index, readings),  # noqa: B023
         )
         for record in wanted:
-            reason = contest.left.get(record.candidate, record.reason)
+            status, reason = _replayed_outcome(record, contest)
             journal.set_outcome(
                 cell,
                 process,
                 record.candidate,
-                record.status,
+                status,
                 reason,
                 record.unique_bytes,
                 record.bytes_moved,
@@ -237,8 +280,19 @@ def _replay(
         )
 
 
-def _keep_round(journal: Journal, cell: Cell, process: int, index: int, readings: Round) -> None:
-    journal.add_round(cell, process, index, [(c, x.time_us, x.sm_clock_mhz, x.throttled) for c, x in readings])
+def _replayed_outcome(record: Record, contest: Contest) -> tuple[Status, str | None]:
+    """Status and reason: what the contest says of a recorded candidate, unless its samples merely came to an end."""
+    if record.status == "ok" and contest.unstable is not None:
+        return "unstable", contest.unstable
+    left = contest.left.get(record.candidate)
+    return record.status, record.reason if left is None or (record.reason and EXHAUSTED in left) else left
+
+
+def _keep_round(
+    journal: Journal, cell: Cell, process: int, index: int, readings: Round, gpu: Mapping[str, Any] | None = None
+) -> None:
+    taken = [(c, x.time_us, x.sm_clock_mhz, x.throttled) for c, x in readings]
+    journal.add_round(cell, process, index, taken, gpu=gpu)
 
 
 def _replayed_paths(sweep: Sweep, folder: Path) -> list[Path]:
@@ -282,65 +336,8 @@ def _recorded(folder: Path, sweep: Sweep) -> dict[tuple[Cell, int], list[Record]
 # --- measuring ------------------------------------------------------------------------------------------------------
 
 
-class _WorkerLostError(Exception):
-    """The worker died or hung: `status` and `reason` for whatever it was doing."""
-
-    def __init__(self, status: Status, reason: str, began: worker.Began) -> None:
-        super().__init__(reason)
-        self.status: Status = status
-        self.reason = reason
-        self.began = began
-
-
-class _Worker:
-    """One worker process and the pipe to it."""
-
-    def __init__(self, device_index: int, worker_main: WorkerMain) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process: BaseProcess = context.Process(target=worker_main, args=(theirs, device_index), daemon=True)
-        self._process.start()
-        theirs.close()
-        self._began = worker.Began("start")
-        message = self.receive()
-        while not isinstance(message, worker.Ready):
-            message = self.receive()
-        self.env = message.env
-
-    def send(self, job: worker.Job) -> None:
-        self._pipe.send(job)
-
-    def receive(self) -> worker.Message:
-        """The next message. Raises _WorkerLostError if the worker dies or is silent beyond its phase's limit."""
-        limit = _LIMITS_S[self._began.phase]
-        try:
-            if not self._pipe.poll(limit):
-                raise _WorkerLostError(
-                    "timeout", f"no answer within {limit:.0f} s of phase {self._began.phase}", self._began
-                )
-            message: worker.Message = self._pipe.recv()
-        except (EOFError, OSError) as gone:
-            self._process.join(_KILL_GRACE_S)
-            raise _WorkerLostError(
-                "fault",
-                f"the worker ended with exit code {self._process.exitcode} in phase {self._began.phase}",
-                self._began,
-            ) from gone
-        if isinstance(message, worker.Began):
-            self._began = message
-        return message
-
-    def close(self) -> None:
-        """End the process and everything it started."""
-        pid = self._process.pid
-        self._pipe.close()
-        self._process.join(0.5)
-        if self._process.is_alive() and pid is not None:
-            try:
-                os.killpg(pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                self._process.kill()
-        self._process.join(_KILL_GRACE_S)
+class SweepFailedError(OSError):
+    """Nothing can be measured at all, in one line."""
 
 
 def _measure(
@@ -353,21 +350,26 @@ def _measure(
     progress: _Progress,
 ) -> None:
     """Measure on a GPU: for each process number a fresh worker goes through the cells that are left."""
-    if not todo:
+    if not todo or progress.spent:
         return
-    if worker_main is worker.main:
-        progress.note("compiling what the cache lacks")
-        cases = {
-            Case(c.variant, tuple(sorted(c.spec.items())), cell.problem) for cell, _ in todo for c in sweep.candidates
-        }
-        build.fill_cache(cases, _arch(device_index))
-    for process in sorted({process for _, process in todo}):
-        cells = [cell for cell, p in todo if p == process]
-        with _workers(device_index, worker_main) as fresh:
-            for cell in cells:
-                if progress.spent:
-                    return
-                _measure_cell(cell, process, sweep, journal, fresh, plan, progress)
+    with _Slot(device_index, worker_main) as slot:
+        slot.get()
+        if worker_main is worker.main:
+            progress.note("compiling what the cache lacks")
+            cases = {
+                Case(c.variant, tuple(sorted(c.spec.items())), cell.problem)
+                for cell, _ in todo
+                for c in sweep.candidates
+            }
+            build.fill_cache(cases, _arch(device_index))
+        before = todo[0][1]
+        for cell, process in sorted(todo, key=lambda share: share[1]):
+            if progress.spent:
+                return
+            if process != before:
+                slot.drop()
+            before = process
+            _Share(cell, process, sweep, journal, slot, plan, progress).measure()
 
 
 def _arch(device_index: int) -> str:
@@ -379,26 +381,53 @@ def _arch(device_index: int) -> str:
         return current_gpu().arch
 
 
-@contextmanager
-def _workers(device_index: int, worker_main: WorkerMain) -> Iterator[_WorkerSlot]:
-    slot = _WorkerSlot(device_index, worker_main)
-    try:
-        yield slot
-    finally:
-        slot.drop()
+class _Slot:
+    """The current worker, started when first needed and after the last one was lost; and the lock on its GPU.
 
-
-class _WorkerSlot:
-    """The current worker, started when first needed and after the last one was lost."""
+    While a worker is silent for long, a spare one is started, so that a hang costs little more than its time limit.
+    """
 
     def __init__(self, device_index: int, worker_main: WorkerMain) -> None:
         self._index, self._main = device_index, worker_main
-        self._worker: _Worker | None = None
+        self._worker: Worker | None = None
+        self._spare: Worker | None = None
+        self._lock: int | None = None
 
-    def get(self) -> _Worker:
+    def __enter__(self) -> _Slot:
+        return self
+
+    def __exit__(self, *about: object) -> None:
+        self.drop()
+        if self._spare is not None:
+            self._spare.close()
+        if self._lock is not None:
+            os.close(self._lock)
+
+    def get(self) -> Worker:
+        """Raises JournalBusy if another sweep has the GPU, SweepFailedError if no worker comes up."""
         if self._worker is None:
-            self._worker = _Worker(self._index, self._main)
+            try:
+                self._worker = self._started()
+            except WorkerLostError:
+                time.sleep(1)  # the GPU may not yet be rid of what the last one left
+                try:
+                    self._worker = self._started()
+                except WorkerLostError as lost:
+                    raise SweepFailedError(f"the worker did not start: {lost.reason}") from lost
+            if self._lock is None:
+                self._lock = lock_gpu(str(self._worker.env.get("uuid") or f"cuda-{self._index}"))
         return self._worker
+
+    def _started(self) -> Worker:
+        self._prepare_spare()
+        assert self._spare is not None
+        started, self._spare = self._spare, None
+        started.wait()
+        return started
+
+    def _prepare_spare(self) -> None:
+        if self._spare is None:
+            self._spare = Worker(self._index, self._main, self._prepare_spare)
 
     def drop(self) -> None:
         if self._worker is not None:
@@ -406,44 +435,171 @@ class _WorkerSlot:
             self._worker = None
 
 
-def _measure_cell(
-    cell: Cell, process: int, sweep: Sweep, journal: Journal, slot: _WorkerSlot, plan: Plan, progress: _Progress
-) -> None:
-    """Until every candidate of the cell has an outcome; a lost worker costs the candidate it was busy with."""
-    blamed: set[Candidate] = {r.candidate for r in journal.outcomes(cell, process) if r.status != "ok"}
-    while True:
-        env = ""
+def lock_gpu(uuid: str) -> int:
+    """Keeps other sweeps off a GPU until the returned descriptor is closed or this process ends.
+
+    The lock lies in $KDABENCH_LOCKS, by default the machine's folder for temporary files. Raises JournalBusy naming
+    the holder, JournalError if nothing can be written there.
+    """
+    folder = Path(os.environ.get("KDABENCH_LOCKS") or tempfile.gettempdir())
+    path = folder / f"kdabench-{re.sub('[^A-Za-z0-9-]', '-', uuid)}"
+    try:
+        return hold(path, "measured on")
+    except OSError as error:
+        raise JournalError(f"{path}.lock: {error.strerror}; name another folder by KDABENCH_LOCKS") from error
+
+
+@dataclass(frozen=True)
+class _Trouble:
+    """A worker was lost: what was seen, and who was busy if that is known."""
+
+    status: Status
+    reason: str
+    candidate: Candidate | None
+    env: str
+    phase: worker.Phase | None = None
+
+
+@dataclass
+class _Share:
+    """One process's share of a cell."""
+
+    cell: Cell
+    process: int
+    sweep: Sweep
+    journal: Journal
+    slot: _Slot
+    plan: Plan
+    progress: _Progress
+    heartbeat: float = 0.0
+
+    def measure(self) -> None:
+        """Until every candidate has an outcome. A lost worker costs the one that loses it alone."""
+        holder = f"pid {os.getpid()}"
+        self.journal.lease([(self.cell, self.process)], holder, _LEASE_S)
+        self.heartbeat = time.monotonic()
+        entrants = _entrants(self.cell, self.process, self.sweep, self.journal)
+        retried = False
+        while True:
+            outcomes = self.journal.outcomes(self.cell, self.process)
+            failed = {r.candidate for r in outcomes if r.status != "ok"}
+            candidates = tuple(c for c in entrants if c not in failed)
+            trouble = self._attempt(candidates) if candidates else None
+            if trouble is None:
+                break
+            self.progress.note(f"{trouble.reason}: {trouble.candidate or self.cell.key}")
+            self.journal.forget_rounds(self.cell, self.process)
+            if trouble.candidate is None and not retried:
+                retried = True  # perhaps what an earlier cell left behind
+                continue
+            for guilty, proof in self._guilty(trouble, candidates).items():
+                self._keep(guilty, proof.status, proof.reason, proof.env or trouble.env)
+        self.journal.finish_cell(self.cell, self.process)
+        self._report()
+
+    def _report(self) -> None:
+        good = [r for r in self.journal.outcomes(self.cell, self.process) if r.status == "ok" and r.samples_us]
+        for record in good:
+            verdict = twin_verdict(twins(record), self.plan)
+            if verdict not in (None, "same"):
+                self.progress.note(f"{self.cell.key}: {record.candidate} was found {verdict} than itself")
+        self.progress.cell(self.cell, self.process, {r.candidate: r.samples_us for r in good})
+
+    def _attempt(self, candidates: tuple[Candidate, ...]) -> _Trouble | None:
+        """Measure and keep. None if all is told; else the worker is gone."""
+        history, first_round = self.journal.readings(self.cell, self.process)
+        job = worker.Job(self.cell, candidates, replace(self.plan, seed=self.process), history, first_round)
+        told = set[Candidate]()
+
+        def keep(message: worker.Message, env: str) -> None:
+            if isinstance(message, worker.RoundDone):
+                index, readings = message.index, message.readings
+                _keep_round(self.journal, self.cell, self.process, index, readings, message.gpu)
+                self._renew()
+            elif isinstance(message, worker.Outcome):
+                told.add(message.candidate)
+                self._keep(message.candidate, message.status, message.reason, env, message)
+
+        trouble = self._run(job, keep)
+        if trouble is None:
+            for candidate in set(candidates) - told:
+                env = self.journal.add_env(self.slot.get().env)
+                self._keep(candidate, "fault", "the worker told nothing about it", env)
+        return trouble
+
+    def _run(self, job: worker.Job, keep: Callable[[worker.Message, str], None]) -> _Trouble | None:
+        """Follow a job to its end. A fault that takes the CUDA context with it is trouble, and not kept."""
+        active = self.slot.get()
+        env = self.journal.add_env(active.env)
+        fault: worker.Outcome | None = None
         try:
-            active = slot.get()
-            env = journal.add_env(active.env)
-            history, first_round = journal.history(cell, process)
-            candidates = tuple(c for c in _entrants(cell, process, sweep, journal) if c not in blamed)
-            if not candidates:
-                break
-            active.send(worker.Job(cell, candidates, replace(plan, seed=process), history, first_round))
-            sticky = _follow(active, cell, process, journal, env)
-        except _WorkerLostError as lost:
-            slot.drop()
-            if lost.began.phase == "start" and not env:
-                raise RuntimeError(f"the worker did not start: {lost.reason}") from lost
-            guilty = [lost.began.candidate] if lost.began.candidate else list(candidates)
-            for candidate in guilty:
-                blamed.add(candidate)
-                journal.set_outcome(
-                    cell, process, candidate, lost.status, lost.reason, 0, cell.problem.bytes_moved, "", env, {}
-                )
-            progress.note(f"{lost.reason}: {', '.join(map(str, guilty[:2]))}")
-            if lost.began.candidate is None:
-                break
-            continue
-        if sticky:
-            slot.drop()
-            blamed |= {r.candidate for r in journal.outcomes(cell, process) if r.status != "ok"}
-            continue
-        break
-    journal.finish_cell(cell, process)
-    times = {r.candidate: r.samples_us for r in journal.outcomes(cell, process) if r.status == "ok" and r.samples_us}
-    progress.cell(cell, process, times)
+            active.send(job)
+            while not isinstance(message := active.receive(), worker.CellDone):
+                if isinstance(message, worker.Outcome) and message.status == "fault":
+                    if fault is not None:
+                        keep(fault, env)
+                    fault = message
+                else:
+                    keep(message, env)
+        except WorkerLostError as lost:
+            self.slot.drop()
+            return _Trouble(lost.status, lost.reason, lost.began.candidate, env, lost.began.phase)
+        if message.sticky:
+            self.slot.drop()
+            reason = "the CUDA context was lost" if fault is None else fault.reason or ""
+            return _Trouble("fault", reason, None if fault is None else fault.candidate, env)
+        if fault is not None:
+            keep(fault, env)
+        return None
+
+    def _guilty(self, trouble: _Trouble, candidates: Sequence[Candidate]) -> dict[Candidate, _Trouble]:
+        """Whom to blame. A fault is proven by running a suspect alone in a fresh worker; a hang is not paid twice."""
+        busy = trouble.candidate
+        if busy is None:
+            return dict.fromkeys(candidates, trouble)
+        if trouble.status == "timeout" or trouble.phase == "compile" or len(candidates) == 1:
+            return {busy: trouble}
+        alone = self._alone(busy)
+        if alone is not None:
+            return {busy: alone}
+        others = {c: proof for c in candidates if c != busy and (proof := self._alone(c)) is not None}
+        note = f"{trouble.reason}; not when it was tried alone"
+        return others or {busy: replace(trouble, reason=note)}
+
+    def _alone(self, candidate: Candidate) -> _Trouble | None:
+        """What goes wrong with a candidate that nothing ran before, or None."""
+        self.slot.drop()
+        once = replace(self.plan, min_rounds=1, max_rounds=1, sentinel=False)
+        failed: list[_Trouble] = []
+
+        def keep(message: worker.Message, env: str) -> None:
+            if isinstance(message, worker.Outcome) and message.status != "ok":
+                failed.append(_Trouble(message.status, message.reason or "", candidate, env))
+
+        trouble = self._run(worker.Job(self.cell, (candidate,), once), keep)
+        return trouble or next(iter(failed), None)
+
+    def _keep(
+        self, candidate: Candidate, status: Status, reason: str | None, env: str, told: worker.Outcome | None = None
+    ) -> None:
+        self.journal.set_outcome(
+            self.cell,
+            self.process,
+            candidate,
+            status,
+            reason,
+            told.unique_bytes if told else 0,
+            self.cell.problem.bytes_moved,
+            told.kernel_digest if told else "",
+            env,
+            dict(told.info) if told else {},
+        )
+
+    def _renew(self) -> None:
+        now = time.monotonic()
+        if now - self.heartbeat > _LEASE_S / 10:
+            self.heartbeat = now
+            self.journal.renew(self.cell, self.process, f"pid {os.getpid()}", _LEASE_S)
 
 
 def _entrants(cell: Cell, process: int, sweep: Sweep, journal: Journal) -> list[Candidate]:
@@ -453,31 +609,9 @@ def _entrants(cell: Cell, process: int, sweep: Sweep, journal: Journal) -> list[
         outcomes = journal.outcomes(cell, earlier)
         times = {r.candidate: median(r.samples_us) for r in outcomes if r.samples_us}
         limit = _RULED_OUT * min(times.values(), default=0.0)
-        out |= {r.candidate for r in outcomes if r.status != "ok" or (r.reason and times[r.candidate] > limit)}
+        out |= {r.candidate for r in outcomes if r.status not in ("ok", "unstable")}
+        out |= {r.candidate for r in outcomes if r.reason and times.get(r.candidate, 0.0) > limit}
     return [c for c in sweep.candidates if c not in out]
-
-
-def _follow(active: _Worker, cell: Cell, process: int, journal: Journal, env: str) -> bool:
-    """Keep what the worker reports until its cell is done. True if it asks to be replaced."""
-    while True:
-        message = active.receive()
-        if isinstance(message, worker.RoundDone):
-            _keep_round(journal, cell, process, message.index, message.readings)
-        elif isinstance(message, worker.Outcome):
-            journal.set_outcome(
-                cell,
-                process,
-                message.candidate,
-                message.status,
-                message.reason,
-                message.unique_bytes,
-                message.bytes_moved,
-                message.kernel_digest,
-                env,
-                dict(message.info),
-            )
-        elif isinstance(message, worker.CellDone):
-            return message.sticky
 
 
 def dry_run(sweep: Sweep, device: str) -> tuple[int, int, float]:

@@ -5,30 +5,35 @@ It announces every phase before it enters it, so that a parent that finds it dea
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any, Literal
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
 
 from kdabench.clock import Reading
 from kdabench.measure import Plan
 from kdabench.records import Candidate, Cell, Status
+
+if TYPE_CHECKING:
+    from kdabench import bench
+    from kdabench.telemetry import Telemetry
 
 Phase = Literal["start", "cell", "compile", "check", "measure"]
 
 
 @dataclass(frozen=True)
 class Job:
-    """One cell to measure in this process. `history` holds (round, time_us) of an interrupted attempt."""
+    """One cell to measure in this process. `history` holds (round, reading) of an interrupted attempt."""
 
     cell: Cell
     candidates: tuple[Candidate, ...]
     plan: Plan
-    history: Mapping[Candidate, Sequence[tuple[int, float]]] = field(default_factory=dict)
+    history: Mapping[Candidate, Sequence[tuple[int, Reading]]] = field(default_factory=dict)
     first_round: int = 0
 
 
@@ -62,8 +67,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class RoundDone:
+    """A complete round, readings in the order taken; `gpu` is the state of the GPU as it began."""
+
     index: int
     readings: tuple[tuple[Candidate, Reading], ...]
+    gpu: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -78,15 +86,22 @@ Message = Ready | Began | Outcome | RoundDone | CellDone
 
 def main(pipe: Connection, device_index: int) -> None:
     """Answer jobs until the parent closes the pipe. Runs in its own process group."""
-    os.setpgrp()
+    serve(pipe, device_index)
+
+
+def serve(pipe: Connection, device_index: int, extra: Mapping[str, ModuleType] | None = None) -> None:
+    """The same with variants beside those of the kernels' package, by name: how tests and benchmarks plant faulty ones.
+
+    Such a variant is any object with the names that kda_kernels.variants lists, but for SOURCES.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     try:
-        _serve(pipe, device_index)
+        _serve(pipe, device_index, extra or {})
     except BrokenPipeError:
         sys.exit("kdabench: the sweep that started this worker is gone")
 
 
-def _serve(pipe: Connection, device_index: int) -> None:
+def _serve(pipe: Connection, device_index: int, extra: Mapping[str, ModuleType]) -> None:
     pipe.send(Began("start"))
     import torch
 
@@ -96,9 +111,9 @@ def _serve(pipe: Connection, device_index: int) -> None:
 
     torch.cuda.set_device(device_index)
     device = bench.Device.current()
-    telemetry = Telemetry(device.uuid)
+    telemetry = Telemetry(device.uuid, device.pci_id)
     pipe.send(Ready(describe(device.name, device.uuid, telemetry)))
-    weights = bench.WeightCache()
+    bench_of = _Benches(device.knowing(telemetry), telemetry, extra)
     while True:
         try:
             job: Job | None = pipe.recv()
@@ -106,80 +121,234 @@ def _serve(pipe: Connection, device_index: int) -> None:
             break
         if job is None:
             break
-        sticky = _run(pipe, job, device, telemetry, weights)
+        with _range(job.cell.key):
+            sticky = _CellRun(pipe, job, bench_of).run()
         pipe.send(CellDone(sticky))
         if sticky:
             break
 
 
-def _run(pipe: Connection, job: Job, device: Any, telemetry: Any, weights: Any) -> bool:
-    """Measure one cell. True if the CUDA context is lost."""
+@contextmanager
+def _range(name: str) -> Iterator[None]:
+    """A range on a profiler's timeline."""
     import torch
 
-    from kda_kernels import variants
-    from kdabench import bench
-    from kdabench.measure import run_contest
-
-    cell = job.cell
-    digests = {c: variants.digest(c.variant) for c in job.candidates}
-
-    def outcome(candidate: Candidate, status: Status, reason: str | None, unique: int = 0, **info: Any) -> None:
-        pipe.send(Outcome(candidate, status, reason, unique, cell.problem.bytes_moved, digests[candidate], info))
-
-    pipe.send(Began("cell"))
-    ready = None
+    torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
     try:
+        yield
+    finally:
+        torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+
+
+class _Benches:
+    """Makes cells ready; what lives as long as the worker."""
+
+    def __init__(self, device: bench.Device, telemetry: Telemetry, extra: Mapping[str, ModuleType]) -> None:
+        from kdabench import bench
+
+        self.device, self.telemetry, self.extra = device, telemetry, extra
+        self.weights = bench.WeightCache()
+
+    def digest(self, variant: str) -> str:
+        from kda_kernels import variants
+
+        return "sha256:planted" if variant in self.extra else variants.digest(variant)
+
+    def fresh(self, cell: Cell) -> bench.CellBench:
+        """New operands, from the same seeds. Raises CandidateError, torch.OutOfMemoryError."""
+        import torch
+
+        from kdabench import bench
+
         torch.cuda.empty_cache()
-        ready = bench.CellBench(cell, device, weights, telemetry)
-    except (bench.CandidateError, torch.OutOfMemoryError) as reason:
-        for candidate in job.candidates:
-            outcome(candidate, "oom", str(reason).splitlines()[0])
-        return False
-    compile_s = {}
-    for candidate in job.candidates:
-        begin = time.perf_counter()
+        return bench.CellBench(cell, self.device, self.weights, self.telemetry, self.extra)
+
+    def fresh_after_damage(self, cell: Cell) -> bench.CellBench:
+        """The same where a kernel may have written anywhere."""
+        self.weights.clear()
+        return self.fresh(cell)
+
+
+class _LostContextError(Exception):
+    """Not even a trivial kernel runs any more."""
+
+
+class _CellRun:
+    """One cell: its candidates are made ready and checked one by one, then timed in rounds."""
+
+    def __init__(self, pipe: Connection, job: Job, benches: _Benches) -> None:
+        self._pipe, self._job, self._benches = pipe, job, benches
+        self._cell = job.cell
+        self._compiled: dict[Candidate, tuple[ModuleType, Any]] = {}
+        self._compile_s: dict[Candidate, float] = {}
+        self._open = list(job.candidates)
+        self._cleared = set[Candidate]()
+
+    def run(self) -> bool:
+        """Measure the cell. True if the CUDA context is lost."""
+        import torch
+
+        from kdabench import bench
+        from kdabench.graphs import CaptureFailedError
+
+        self._pipe.send(Began("cell"))
         try:
-            pipe.send(Began("compile", candidate))
-            module, compiled = ready.compile(candidate)
-            compile_s[candidate] = round(time.perf_counter() - begin, 3)
-            pipe.send(Began("check", candidate))
-            ready.prepare(candidate, module, compiled)
+            ready = self._benches.fresh(self._cell)
+            while (damaged := self._make_ready(ready)) is not None:
+                del ready
+                ready = self._settle(damaged)
+            self._measure(ready)
+        except _LostContextError:
+            return True
         except bench.CandidateError as reason:
-            outcome(candidate, reason.status, reason.reason)
+            self._fail_all(reason.status, reason.reason)
+        except CaptureFailedError as reason:  # of the neighbours alone
+            self._fail_all("capture_failed", str(reason))
         except torch.OutOfMemoryError as reason:
-            outcome(candidate, "oom", str(reason).splitlines()[0])
-        except RuntimeError as reason:  # torch.AcceleratorError and the driver's errors among them
-            outcome(candidate, "fault", str(reason).splitlines()[0])
-            if _context_lost():
-                return True
-    pipe.send(Began("measure"))
-    contest = run_contest(
-        sorted(ready.graphs, key=str),
-        ready.clock(),
-        job.plan,
-        history=job.history,
-        first_round=job.first_round,
-        on_round=lambda index, readings: pipe.send(RoundDone(index, tuple(readings))),
-    )
-    for candidate in contest.samples:
+            self._fail_all("oom", _line(reason))
+        return False
+
+    def _outcome(self, candidate: Candidate, status: Status, reason: str | None, unique_bytes: int = 0) -> None:
+        info = {"compile_s": self._compile_s[candidate]} if candidate in self._compile_s else {}
+        moved, digest = self._cell.problem.bytes_moved, self._benches.digest(candidate.variant)
+        self._pipe.send(Outcome(candidate, status, reason, unique_bytes, moved, digest, info))
+        self._open.remove(candidate)
+
+    def _fail_all(self, status: Status, reason: str) -> None:
+        for candidate in list(self._open):
+            self._outcome(candidate, status, reason)
+
+    def _make_ready(self, ready: bench.CellBench) -> Candidate | None:
+        """Compile, capture and check every open candidate. Returns the first that computes something wrong: it may have
+        written anywhere, or may suffer from what an earlier one wrote."""
+        for candidate in list(self._open):
+            if candidate in ready.graphs:
+                continue
+            failure = self._prepare(ready, candidate)
+            if failure is None:
+                continue
+            status, reason = failure
+            if status == "wrong" and candidate not in self._cleared:
+                return candidate
+            note = "; right when it was tried alone" if candidate in self._cleared else ""
+            self._outcome(candidate, status, reason + note)
+            if status not in ("unsupported", "compile_error"):
+                _require_context()
+        return None
+
+    def _prepare(self, ready: bench.CellBench, candidate: Candidate) -> tuple[Status, str] | None:
+        """Why a candidate can't be timed, or None. Raises _LostContextError, the outcome being told.
+
+        No exception is returned: its frames would hold the operands.
+        """
+        import torch
+
+        from kdabench import bench
+
         try:
-            ready.require_plausible(contest.time_us(candidate))
+            with _range(f"compile {candidate}"):
+                self._pipe.send(Began("compile", candidate))
+                begin = time.perf_counter()
+                if candidate not in self._compiled:
+                    self._compiled[candidate] = ready.compile(candidate)
+                    self._compile_s[candidate] = round(time.perf_counter() - begin, 3)
+            with _range(f"check {candidate}"):
+                self._pipe.send(Began("check", candidate))
+                ready.prepare(candidate, *self._compiled[candidate])
         except bench.CandidateError as reason:
-            outcome(candidate, reason.status, reason.reason, ready.unique_bytes, compile_s=compile_s[candidate])
-            continue
-        outcome(candidate, "ok", contest.left.get(candidate), ready.unique_bytes, compile_s=compile_s[candidate])
-    return False
+            return reason.status, reason.reason
+        except torch.OutOfMemoryError as reason:
+            return "oom", _line(reason)
+        except RuntimeError as reason:  # torch.AcceleratorError and the driver's errors among them
+            if not _context_works():
+                self._outcome(candidate, "fault", _line(reason))
+                raise _LostContextError from reason
+            return "fault", _line(reason)
+        return None
+
+    def _settle(self, suspect: Candidate) -> bench.CellBench:
+        """Try a candidate that was wrong alone, on fresh operands; then start over without it, or with it first."""
+        _require_context()
+        alone = self._prepare(self._benches.fresh_after_damage(self._cell), suspect)
+        if alone is not None:
+            self._outcome(suspect, *alone)
+            _require_context()
+        else:
+            self._cleared.add(suspect)
+            self._open.remove(suspect)
+            self._open.insert(0, suspect)
+        return self._benches.fresh_after_damage(self._cell)
+
+    def _measure(self, ready: bench.CellBench) -> None:
+        """The rounds, and the outcome of every candidate that was ready for them."""
+        import torch
+
+        from kdabench.measure import run_contest
+
+        job = self._job
+        entrants = sorted(ready.graphs, key=str)
+        if not entrants:
+            return
+        current = entrants[0]
+
+        def announce(candidate: Candidate) -> None:
+            nonlocal current
+            current = candidate
+            self._pipe.send(Began("measure", candidate))
+
+        self._pipe.send(Began("measure"))
+        clock = ready.clock(announce, job.plan.slowed)
+        try:
+            with _range("rounds"):
+                contest = run_contest(
+                    entrants,
+                    clock,
+                    job.plan,
+                    history=job.history,
+                    first_round=job.first_round,
+                    full_clock_mhz=self._benches.telemetry.full_clock_mhz,
+                    on_round=lambda index, readings: self._pipe.send(
+                        RoundDone(index, tuple(readings), clock.round_state)
+                    ),
+                )
+            drifted = ready.drifted(list(contest.samples))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as reason:
+            self._outcome(current, "fault", _line(reason))
+            raise _LostContextError from reason
+        for candidate in entrants:
+            left = contest.left.get(candidate)
+            if candidate in drifted:
+                status, why = drifted[candidate]
+                self._outcome(candidate, status, why)
+            elif contest.unstable is not None or candidate not in contest.samples:
+                why = contest.unstable or left or "no sample"
+                self._outcome(candidate, "unstable", why, ready.unique_bytes)
+            elif (floor := ready.implausible(contest.time_us(candidate))) is not None:
+                self._outcome(candidate, "implausible", floor, ready.unique_bytes)
+            else:
+                self._outcome(candidate, "ok", left, ready.unique_bytes)
 
 
-def _context_lost() -> bool:
-    """Whether a trivial kernel no longer runs."""
+def _context_works() -> bool:
+    """The health check: whether a trivial kernel still runs, and computes what it should."""
     import torch
 
     try:
-        torch.zeros(1, device="cuda").add_(1).item()
+        return int(torch.zeros(1, device="cuda").add_(1).item()) == 1
     except RuntimeError:
-        return True
-    return False
+        return False
+
+
+def _require_context() -> None:
+    if not _context_works():
+        raise _LostContextError
+
+
+def _line(reason: BaseException) -> str:
+    text = str(reason).strip().splitlines()
+    return (text[0] if text else type(reason).__name__)[:300]
 
 
 if __name__ == "__main__":

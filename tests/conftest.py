@@ -1,12 +1,16 @@
 """Triton kernels run under its interpreter where there is no GPU; it reads this when it is imported."""
 
 import os
+import tempfile
 
 import hypothesis
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Test processes side by side, and a sweep that may be measuring on this machine, must not wait for each other's GPU.
+os.environ["KDABENCH_LOCKS"] = tempfile.mkdtemp(prefix="kdabench-locks-")
 
 # The same examples in every run: a red test is red again. `pytest --hypothesis-profile=search` looks for new ones.
 hypothesis.settings.register_profile("repeatable", derandomize=True)

@@ -152,7 +152,10 @@ def test_every_command_has_help_with_examples(kdabench: Any, command: str) -> No
         (["export", "sweeps/dispatch.toml"], "kdabench sweep sweeps/dispatch.toml"),
         (["merge", "a.db", "b.db", "--to", "c.db"], "a.db: no such journal"),
         (["compile", "--arch", "sm_80"], "'sm_80': one of sm_90a, sm_100a, sm_103a"),
-        (["compile", "--variant", "Kda"], "'Kda': one of KdaSplit, KdaWide, KdaWS, KdaCommit, stock"),
+        (
+            ["compile", "--variant", "Kda"],
+            "'Kda': one of KdaSplit, KdaWide, KdaStream, KdaWS, KdaFused, KdaCommit, stock",
+        ),
         (["verify"], "needs an NVIDIA GPU"),
     ],
 )

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import json
 import random
 import subprocess
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import synthetic
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kdabench import emit, fit, policy, records
@@ -43,6 +44,7 @@ def module(**changes: Any) -> ModuleType:
     return emit.load(emit.emit(make(**changes)))
 
 
+CLOSEST = module()._closest
 RULES: dict[str, Any] = {
     "fused_items": {12: 500}, "fused_default_items": 2000, "fused_ws_items": 3000,
     "ws_items": {"decode": 4000, "spec": None, "record": 5000}, "ws_small": 300, "ws_small_end": 400,
@@ -104,19 +106,21 @@ def test_replays_and_splits() -> None:
     rules = module(**RULES)
     assert [rules.replays(12, r) for r in (41, 42)] == [False, True]
     assert [rules.replays(12, 1, fused) for fused in (12, 13, {12: 12}, {24: 1})] == [True, False, True, False]
+    assert [module(fused_split={1: 8, 50: 2}).fused_split(items) for items in (1, 49, 50, 10**6)] == [8, 8, 2, 2]
+    assert module(fused_items={12: None}, fused_default_items=1).replays(12, 1) is False
     assert [rules.fused_split(items) for items in (1, 25, 26, 50, 51, 100, 101, 10**6)] == [8, 8, 4, 4, 2, 2, 1, 1]
     never = module()
     assert not never.replays(12, 10**6)
     assert never.choose(12, 10**6, 4, "replay").flush
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=8, unique=True), st.integers(1, 2000), st.integers(1, 60))
 def test_the_nearest_entry_by_ratio(listed: list[int], target: int, scale: int) -> None:
-    closest = module()._closest
     listed.sort()
     ratios = [max(v * scale / target, target / (v * scale)) for v in listed]
     best = min(ratios)
-    assert closest(listed, target, scale) in [v for v, r in zip(listed, ratios, strict=True) if r <= best * (1 + 1e-12)]
+    assert CLOSEST(listed, target, scale) in [v for v, r in zip(listed, ratios, strict=True) if r <= best * (1 + 1e-12)]
 
 
 def test_unlisted_keys_take_the_nearest() -> None:
@@ -166,9 +170,15 @@ def test_windows_take_the_table_of_the_nearest_token_count() -> None:
     assert found.explain(12, 1, 1, "decode").rule == "SCHEDULE"
 
 
+@functools.cache
+def _with_windows() -> ModuleType:
+    return module(**windows(), stock_items=policy.never())
+
+
+@settings(deadline=None)
 @given(st.integers(1, 200) | st.just(10**20), st.integers(1, 200) | st.just(10**20), st.integers(2, 8))
 def test_the_entry_is_the_nearest_one(heads: int, requests: int, tokens: int) -> None:
-    found = module(**windows(), stock_items=policy.never())
+    found = _with_windows()
     table = found.WINDOW_SCHEDULE["record", 2 if tokens <= 4 else 8]
     listed = found._closest(tuple(table), heads)
     entry = found._closest(tuple(table[listed]), heads * requests, listed)
@@ -259,8 +269,16 @@ def test_header(fitted: tuple[Policy, str]) -> None:
     assert lines[2].startswith("# records sha256 ")
     assert lines[3] == "# 1350 ok of 1350; SYNTHETIC ONE (100 SMs)"
     assert "# certificate: none" in fitted[1]
-    assert "# with SPEC_SCHEDULE for all windows, all: geometric mean " in fitted[1]
+    assert "# with thresholds and schedules in place of CHOICES, all: geometric mean " in fitted[1]
+    assert "# with SPEC_SCHEDULE for all windows, too, all: geometric mean " in fitted[1]
     assert str(ROOT) not in fitted[1]
+
+
+def test_first_choices_come_without_the_list(fitted: tuple[Policy, str]) -> None:
+    found = emit.load(fitted[1])
+    for kind, tokens in (("decode", 1), ("record", 3), ("spec", 8), ("replay", 2)):
+        for key in ((heads, requests, tokens, kind) for heads in (1, 12, 50) for requests in (1, 9, 1000)):
+            assert found.choose(*key) == found.ranked(*key)[0] == found.explain(*key).choice
 
 
 AWKWARD = ["A\nB", 'say "x"', "it's", '"\'"', "\\", "ビ\U0001f600", "x" * 300, ""]
@@ -303,7 +321,7 @@ def test_modules_need_the_standard_library_alone(tmp_path: Path, fitted: tuple[P
     assert done.stdout == "KdaSplit\n", done.stderr
 
 
-CONSTANTS = ("SCHEDULE", "SPEC_SCHEDULE", "WINDOW_SCHEDULE", "POLICIES", "OPTIONS", "STEP_OPTIONS")
+CONSTANTS = ("CHOICES", "SCHEDULE", "SPEC_SCHEDULE", "WINDOW_SCHEDULE", "POLICIES", "OPTIONS", "STEP_OPTIONS")
 
 
 def test_constants_can_be_copied(fitted: tuple[Policy, str]) -> None:
@@ -313,6 +331,7 @@ def test_constants_can_be_copied(fitted: tuple[Policy, str]) -> None:
     whole = emit.load(text)
     for name in (*(rule.upper() for rule in policy.RULES), *CONSTANTS):
         assert space[name] == getattr(whole, name)
+    assert space["CHOICES"] == found.choices
     assert space["SCHEDULE"] == found.schedule
     assert space["WINDOW_SCHEDULE"] == found.window_schedule != {}
     assert space["POLICIES"] == found.policies
@@ -323,6 +342,8 @@ def test_json_says_the_same(fitted: tuple[Policy, str]) -> None:
     whole = emit.load(fitted[1])
     assert found["STOCK_ITEMS"] == whole.STOCK_ITEMS
     assert found["SCHEDULE"]["12"]["1"] == whole.SCHEDULE[12][1]
+    variant, options = whole.CHOICES["decode", 1][12][1]
+    assert found["CHOICES"]["decode,1"]["12"]["1"] == {"variant": variant, "options": options}
     assert found["WINDOW_SCHEDULE"]["record,8"]["12"]["1"] == whole.WINDOW_SCHEDULE["record", 8][12][1]
     assert found["POLICIES"]["12"]["4,8"] == list(whole.POLICIES[12][4, 8])
 

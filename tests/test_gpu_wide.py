@@ -20,12 +20,9 @@ pytestmark = pytest.mark.gpu
 KINDS = (
     ("decode", 1, "recurrence"),
     *(("record", q, "chunked") for q in range(2, 9)),
-    ("record", 8, "recurrence"),
-    ("record", 3, "recurrence"),
-    ("spec", 8, "recurrence"),
-    ("spec", 3, "recurrence"),
+    *(("spec", q, "recurrence") for q in range(2, 9)),
 )
-FEW = tuple(KINDS[i] for i in (0, 2, 3, 7, 8, 11))
+FEW = tuple(k for k in KINDS if k[:2] in (("decode", 1), ("record", 3), ("record", 4), ("record", 8), ("spec", 3)))
 
 
 def checked(problem: Problem, of: wide.Spec, operands: StepOperands) -> None:
@@ -65,11 +62,23 @@ def test_choices(kind: Any, tokens: int, form: Any, dtype: Any, choices: dict[st
     checked(problem, wide.Spec(form, **choices), operands)
 
 
-@pytest.mark.parametrize(("kind", "tokens"), [("record", 4), ("spec", 4)])
-@pytest.mark.parametrize("choices", [{"staging": "registers"}, {"gate_mode": 2}, {"threads": 512}], ids=str)
-def test_choices_of_the_recurrence(kind: Any, tokens: int, choices: dict[str, Any]) -> None:
-    problem = Problem(kind, 9, 6, tokens)
-    checked(problem, wide.Spec(**choices), make_step(problem, seed=1, pad=16, null_requests=(4,), inputs="generic"))
+@pytest.mark.parametrize("tokens", range(2, 9))
+@pytest.mark.parametrize("layout", ["dim-first", "window-major"])
+@pytest.mark.parametrize("ctas", [1, 2, 3])
+def test_records_with_fewer_lines_of_the_state_at_a_time(tokens: int, layout: Any, ctas: int) -> None:
+    problem = Problem("record", 90, 12, tokens, conv_layout=layout)
+    checked(problem, wide.Spec("chunked", ctas=ctas), make_step(problem, seed=7, pad=16, null_requests=(4,)))
+
+
+@pytest.mark.parametrize("tokens", [2, 5, 8])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_spec_goes_on_from_any_token_in_place(tokens: int, dtype: Any) -> None:
+    """Each request's state is read from one of the slots that the step writes."""
+    problem = Problem("spec", tokens + 2, 3, tokens, state_dtype=dtype)
+    operands = make_step(problem, seed=8, pad=16)
+    assert operands.accepted is not None
+    operands.accepted.copy_(torch.arange(tokens + 2, device=operands.accepted.device))
+    checked(problem, wide.Spec(), operands)
 
 
 @pytest.mark.parametrize(("kind", "tokens", "form"), FEW)

@@ -34,12 +34,27 @@ def checked(problem: Problem, spec: ws.Spec, operands: StepOperands, sms: int | 
 @pytest.mark.parametrize("tokens", range(2, 9))
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("layout", ["dim-first", "window-major"])
-@pytest.mark.parametrize("prologue", [4, 8])
-def test_every_window(tokens: int, dtype: Any, layout: Any, prologue: Any) -> None:
-    problem = Problem("record", 37, 3, tokens, state_dtype=dtype, conv_layout=layout)
+@pytest.mark.parametrize("kind", ["record", "spec"])
+def test_every_window(tokens: int, dtype: Any, layout: Any, kind: Any) -> None:
+    problem = Problem(kind, 37, 3, tokens, state_dtype=dtype, conv_layout=layout)
     operands = make_step(problem, seed=tokens, pad=64, null_requests=(0, 7, 8, 36), inputs="generic")
-    checked(problem, ws.Spec(prologue=prologue), operands)
-    checked(problem, ws.Spec(prologue=prologue), operands, sms=9)
+    checked(problem, ws.Spec(), operands)
+    checked(problem, ws.Spec(), operands, sms=9)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("layout", ["dim-first", "window-major"])
+@pytest.mark.parametrize("sms", [1, 5, None])
+def test_decode(dtype: Any, layout: Any, sms: int | None) -> None:
+    problem = Problem("decode", 37, 3, state_dtype=dtype, conv_layout=layout)
+    checked(problem, ws.Spec(), make_step(problem, seed=1, pad=64, null_requests=(0, 7, 8, 36)), sms)
+
+
+def test_accepted_counts_beyond_the_window_and_none() -> None:
+    problem = Problem("spec", 9, 2, 3)
+    o = make_step(problem, seed=8, null_requests=(4,))
+    accepted = torch.arange(-1, 8, dtype=torch.int32, device="cuda")
+    checked(problem, ws.Spec(), replace(o, accepted=accepted), sms=4)
 
 
 @pytest.mark.parametrize("sms", [1, 2, 3, 4, 5, 7])
@@ -73,7 +88,6 @@ def bf16_weights(o: StepOperands) -> StepOperands:
 
 
 @pytest.mark.parametrize("tokens", [3, 8])
-@pytest.mark.parametrize("prologue", [4, 8])
 @pytest.mark.parametrize(
     ("choices", "dtype", "change"),
     [
@@ -85,14 +99,13 @@ def bf16_weights(o: StepOperands) -> StepOperands:
 )
 def test_choices(
     tokens: int,
-    prologue: Any,
     choices: dict[str, Any],
     dtype: Any,
     change: Callable[[StepOperands], StepOperands] | None,
 ) -> None:
     problem = Problem("record", 9, 6, tokens, state_dtype=dtype)
     operands = make_step(problem, seed=1, pad=16, null_requests=(4,), inputs="generic")
-    spec = ws.Spec(prologue=prologue, **choices)
+    spec = ws.Spec(**choices)
     checked(problem, spec, operands if change is None else change(operands), sms=6)
 
 
@@ -122,7 +135,7 @@ def test_longer_records_negative_rows_and_a_column_of_a_slot_table() -> None:
     rows[7] = -4
     table = torch.full((12, 5), 9, dtype=torch.int32, device="cuda")
     table[:, :1] = o.slots
-    records = {
+    records: dict[str, Any] = {
         "corrections": torch.randn(16, 6, 7, 128, device="cuda"),
         "key_gates": torch.randn(16, 6, 7, 256, device="cuda").bfloat16(),
     }
@@ -157,15 +170,14 @@ def test_offsets_beyond_32_bits(dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("prologue", [4, 8])
-def test_repeated_launches_agree(dtype: Any, prologue: Any) -> None:
+def test_repeated_launches_agree(dtype: Any) -> None:
     """The window rolls from launch to launch, so every one differs from the last; the bits depend on inputs alone.
 
     Without programmatic launches: the window is read before their wait, and here the launch before still writes it.
     """
     problem = Problem("record", 90, 12, 8, state_dtype=dtype)
     a, b = (make_step(problem, seed=10, null_requests=(17,)) for _ in range(2))
-    compiled = ws.compile(problem, ws.Spec(prologue=prologue), current_gpu())
+    compiled = ws.compile(problem, ws.Spec(), current_gpu())
     for operands in (a, b):
         for _ in range(50):
             ws.launch(compiled, operands, torch.cuda.current_stream().cuda_stream)

@@ -95,6 +95,31 @@ def test_a_candidate_that_fails_later_has_no_time_but_its_samples_are_kept(path:
         assert len(journal.history(CELL, 0)[0][STOCK]) == 3
 
 
+def test_rounds_are_forgotten_and_failures_stay(path: Path) -> None:
+    fill(path)
+    with start(path) as journal:
+        journal.add_round(CELL, 0, 3, [(STOCK, 9.0, None, None)], gpu={"power_w": 300})
+        assert journal.gpu_states(CELL, 0) == {3: {"power_w": 300}}
+        journal.forget_rounds(CELL, 0)
+        assert journal.readings(CELL, 0) == ({}, 0)
+        assert journal.gpu_states(CELL, 0) == {}
+        assert [r.status for r in journal.outcomes(CELL, 0)] == ["fault"]
+        assert journal.history(OTHER, 0)[1] == 1
+
+
+def test_a_journal_of_the_first_layout_is_read_and_merged(path: Path, tmp_path: Path) -> None:
+    fill(path)
+    with sqlite3.connect(path) as database:
+        database.execute("DROP TABLE gpu")
+        database.execute("DROP TABLE lease")
+    with Journal.read(path) as journal:
+        assert journal.gpu_states(CELL, 0) == journal.leases() == {}
+        assert len(journal.records()) == 3
+    journals.merge([path], tmp_path / "merged.db")
+    with start(path) as journal:
+        assert journal.lease([(OTHER, 0)], "me", 10) == (OTHER, 0)
+
+
 @pytest.mark.parametrize("time_us", [0.0, -1.0, float("nan"), float("inf")])
 def test_impossible_samples_are_refused(path: Path, time_us: float) -> None:
     with start(path) as journal:

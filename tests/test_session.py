@@ -11,8 +11,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+import workers
 
-from kdabench import session, worker
+from kdabench import process, session, worker
+from kdabench.cli import console
 from kdabench.clock import Reading
 from kdabench.journal import Journal, export, merge
 from kdabench.measure import Plan, run_contest
@@ -20,6 +22,14 @@ from kdabench.records import Candidate, Cell
 from kdabench.sweep import Sweep
 
 PLAN = Plan(min_rounds=3, max_rounds=4)
+
+
+@pytest.fixture(autouse=True)
+def locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several test runs on one machine have the same made-up GPU."""
+    monkeypatch.setenv("KDABENCH_LOCKS", str(tmp_path))
+
+
 ENV = {"gpu": "Synthetic GPU", "sms": 100, "uuid": "GPU-0"}
 GOOD, BETTER, BAD = (Candidate.of("KdaSplit", {"split": n}) for n in (1, 2, 4))
 
@@ -105,7 +115,7 @@ def wrong(pipe: Connection, index: int) -> None:
     serve(pipe, "wrong")
 
 
-def run(sweep: Sweep, out: Path, main: session.WorkerMain = well_behaved) -> session.Summary:
+def run(sweep: Sweep, out: Path, main: process.WorkerMain = well_behaved) -> session.Summary:
     return session.run_sweep(sweep, device="cuda:0", out=out, results=out / "results", plan=PLAN, worker_main=main)
 
 
@@ -129,7 +139,7 @@ def test_a_finished_sweep_starts_no_worker(tmp_path: Path) -> None:
     [(aborting, "fault", "exit code -6"), (exiting, "fault", "exit code 0"), (wrong, "wrong", "norm error")],
 )
 def test_trouble_costs_the_guilty_candidate_alone(
-    tmp_path: Path, main: session.WorkerMain, status: str, word: str
+    tmp_path: Path, main: process.WorkerMain, status: str, word: str
 ) -> None:
     summary = run(make_sweep(tmp_path), tmp_path, main)
     assert summary.done == summary.total
@@ -143,16 +153,47 @@ def test_trouble_costs_the_guilty_candidate_alone(
 
 
 def test_a_hang_costs_its_limit_and_is_not_paid_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(session._LIMITS_S, "check", 1.0)  # type: ignore[arg-type]
+    monkeypatch.setitem(process.LIMITS_S, "check", 1.0)
     sweep = make_sweep(tmp_path, requests=(1,))
     begin = time.monotonic()
+    run(sweep, tmp_path / "clean")
+    clean_s = time.monotonic() - begin
+    begin = time.monotonic()
     summary = run(sweep, tmp_path, hanging)
-    assert time.monotonic() - begin < 1.0 + 5.0
+    assert time.monotonic() - begin - clean_s < 1.0 + 5.0
     assert {r.status for r in summary.records if r.candidate == BAD} == {"timeout"}
     assert len([r for r in summary.records if r.status == "ok"]) == 4
     begin = time.monotonic()
     run(sweep, tmp_path, hanging)
     assert time.monotonic() - begin < 1.0
+
+
+def test_who_crashes_in_company_alone_is_said_to(tmp_path: Path) -> None:
+    odd = workers.candidate(4, "abort in company")
+    summary = workers.run(workers.make_sweep(tmp_path, (workers.candidate(1), odd)), tmp_path)
+    found = {r.candidate: r for r in summary.records}
+    assert (found[odd].status, found[odd].samples_us) == ("fault", ())
+    assert str(found[odd].reason).endswith("not when it was tried alone")
+    assert found[workers.candidate(1)].status == "ok"
+
+
+def test_a_worker_that_does_not_come_up_ends_the_sweep_in_one_line(tmp_path: Path) -> None:
+    sweep = workers.make_sweep(tmp_path, (workers.candidate(1),))
+    with pytest.raises(OSError, match=r"did not start: .* exit code 1 .*all devices are busy") as caught:
+        workers.run(sweep, tmp_path, worker_main=workers.broken)
+    assert "\n" not in console.describe(caught.value)
+    assert workers.run(sweep, tmp_path).done == 1
+
+
+def test_rounds_come_with_the_state_of_the_gpu_and_leases_end_with_cells(tmp_path: Path) -> None:
+    sweep = workers.make_sweep(tmp_path, (workers.candidate(1), workers.candidate(2)))
+    summary = workers.run(sweep, tmp_path)
+    with Journal.read(summary.journal) as journal:
+        states = journal.gpu_states(sweep.cells[0], 0)
+        assert journal.leases() == {}
+    assert list(states) == list(range(len(states)))
+    assert states[0] == {"power_w": 300}
+    assert sum(summary.twins.values()) == 1
 
 
 def test_a_cell_in_which_nothing_is_ok_has_no_winner(tmp_path: Path) -> None:
@@ -215,15 +256,17 @@ def test_sigkill_at_random_loses_no_finished_round(tmp_path: Path) -> None:
     (tmp_path / "sweep.py").write_text(script)
     chance = random.Random(3)
     for _ in range(5):
-        process = subprocess.Popen([sys.executable, str(tmp_path / "sweep.py")], start_new_session=True)
+        running = subprocess.Popen([sys.executable, str(tmp_path / "sweep.py")], start_new_session=True)
         time.sleep(chance.uniform(0.8, 2.0))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        running.send_signal(signal.SIGKILL)
+        running.wait()
     summary = run(make_sweep(tmp_path, requests=tuple(range(1, 13))), tmp_path)
     assert summary.done == summary.total == 24
     for record in summary.records:
         assert record.status == "ok"
-        assert list(record.rounds) == sorted(set(record.rounds))
+        rounds = sorted(set(record.rounds))
+        assert rounds == list(range(len(rounds)))
+        assert max(record.rounds.count(index) for index in rounds) <= 2, "the sentinel's twice, nothing more often"
         assert len(record.samples_us) >= 3
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,9 +14,9 @@ import pytest
 import simt
 import torch
 
-from kda_kernels import chunked, compare, cubin, reference, wide
+from kda_kernels import arguments, chunked, compare, cubin, reference, wide
 from kda_kernels.gpu import Gpu
-from kda_kernels.operands import make_step
+from kda_kernels.operands import StepOperands, make_step
 from kdabench.problem import HEAD_DIM, Problem
 
 H200 = Gpu("sm_90a", 132)
@@ -31,7 +32,7 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> object:
 
 @pytest.fixture(scope="module")
 def emulated() -> ModuleType:
-    return simt.load("blocks", "split", "chunked", "wide")["wide"]
+    return simt.load("blocks", "arguments", "chunked", "wide")["wide"]
 
 
 def problem(kind: str = "record", tokens: int = 8, state_dtype: str = "fp32", **more: Any) -> Problem:
@@ -46,18 +47,17 @@ CHUNKED = wide.Spec(form="chunked")
     [
         (Problem("replay", 4, 6, 4, pending=2), CHUNKED, "kind=replay"),
         (Problem("commit", 4, 6, 4), wide.Spec(), "kind=commit"),
-        (problem("spec", 4), CHUNKED, "does not write the state"),
-        (problem("decode", 1), CHUNKED, "does not write the state"),
-        (problem(), wide.Spec(form="serial"), "form='serial'"),  # type: ignore[arg-type]
-        (problem(), replace(CHUNKED, threads=512), "threads=512"),
+        (problem("spec", 4), CHUNKED, "form='chunked': kind=spec takes recurrence"),
+        (problem("decode", 1), CHUNKED, "form='chunked': kind=decode takes recurrence"),
+        (problem(), wide.Spec(), "form='recurrence': kind=record takes chunked"),
         (problem(), replace(CHUNKED, gate_mode=2), "gate_mode=2"),
-        (problem(), replace(CHUNKED, staging="registers"), "staging='registers'"),
         (problem(), replace(CHUNKED, terms=3), "terms=3"),
-        (problem(), replace(CHUNKED, window=9), "window=9"),
-        (problem("decode", 1), wide.Spec(gate_mode=2), "gate_mode=2"),
-        (problem("decode", 1), wide.Spec(threads=512), "threads=512"),
+        (problem(), replace(CHUNKED, ctas=5), "ctas=5"),
+        (problem(), replace(CHUNKED, ctas=4), "leave no room for ctas=4"),
+        (problem("spec", 4), wide.Spec(ctas=3), "leave no room for ctas=3"),
+        (problem(), replace(CHUNKED, window=9), "window=9 must lie in 10..16"),
+        (problem("decode", 1), wide.Spec(window=2), "window=2 must lie in 3..16"),
         (problem("decode", 1), wide.Spec(conv_weight_dtype="fp16"), "conv_weight_dtype"),  # type: ignore[arg-type]
-        (problem("spec", 4), wide.Spec(threads=128), "threads=128"),
         (Problem("record", 70_000, 1, 4), CHUNKED, "requests=70000"),
     ],
 )
@@ -76,22 +76,41 @@ def test_supported(dtype: str, layout: str, streamable: bool) -> None:
     for tokens in range(1, 9):
         for kind in ("decode",) if tokens == 1 else ("record", "spec"):
             spec = wide.Spec("chunked" if kind == "record" else "recurrence", streamable=streamable)
-            assert wide.unsupported(problem(kind, tokens, dtype, conv_layout=layout), spec, H200) is None
+            of = problem(kind, tokens, dtype, conv_layout=layout)
+            assert wide.unsupported(of, spec, H200) is None
+            p = wide.plan(of, spec)
+            assert p.staged == p.lines
+            assert p.ctas >= 2
+
+
+def test_room_for_more_ctas_is_made_by_staging_fewer_lines() -> None:
+    staged = {q: wide.plan(problem(tokens=q), replace(CHUNKED, ctas=3)).staged for q in range(2, 9)}
+    assert staged == {2: 3, 3: 3, 4: 3, 5: 2, 6: 2, 7: 2, 8: 2}
+    assert all(wide.plan(problem(tokens=q), replace(CHUNKED, ctas=2)).staged == 4 for q in staged)
 
 
 def assert_resources(compiled: wide.Compiled, ctas: int) -> None:
     found = compiled.resources
     assert found.stack_bytes == 0
     assert found.smem_bytes == compiled.plan.smem_bytes
-    assert found.ctas_per_sm >= ctas
+    assert found.ctas_per_sm >= compiled.plan.ctas >= ctas
     assert wide.KERNELS[0] in compiled.binary.symbol
-    assert len(compiled.binary.parameters) == 28
+    assert len(compiled.binary.parameters) == len(arguments.Arguments._fields)
 
 
-@pytest.mark.parametrize(("arch", "tokens"), [*(("sm_90a", q) for q in range(2, 9)), ("sm_100a", 4), ("sm_100a", 8)])
+@pytest.mark.parametrize(
+    ("arch", "tokens"),
+    [*(("sm_90a", q) for q in range(2, 9)), ("sm_100a", 4), ("sm_100a", 8), ("sm_103a", 8)],
+)
 @pytest.mark.parametrize(("dtype", "ctas"), [("fp32", 2), ("bf16", 3)])
-def test_chunked_residency_and_no_spills(arch: str, tokens: int, dtype: str, ctas: int) -> None:
+def test_record_residency_and_no_spills(arch: str, tokens: int, dtype: str, ctas: int) -> None:
     assert_resources(wide.compile(problem(tokens=tokens, state_dtype=dtype), CHUNKED, Gpu(arch, 132)), ctas)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("tokens", [4, 8])
+def test_three_records_per_sm(arch: str, tokens: int) -> None:
+    assert_resources(wide.compile(problem(tokens=tokens), replace(CHUNKED, ctas=3), Gpu(arch, 132)), 3)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +122,7 @@ def test_chunked_residency_and_no_spills(arch: str, tokens: int, dtype: str, cta
     ],
 )
 @pytest.mark.parametrize(("dtype", "ctas"), [("fp32", 2), ("bf16", 3)])
-def test_chunked_choices(spec: wide.Spec, dtype: str, ctas: int) -> None:
+def test_record_choices(spec: wide.Spec, dtype: str, ctas: int) -> None:
     layout = "dim-first" if spec.gate_mode == 1 else "window-major"
     assert_resources(wide.compile(problem(state_dtype=dtype, conv_layout=layout), spec, H200), ctas)
 
@@ -116,10 +135,10 @@ def test_decode_residency_and_no_spills(arch: str, dtype: str, ctas: int, layout
     assert_resources(wide.compile(problem("decode", 1, dtype, conv_layout=layout), spec, Gpu(arch, 132)), ctas)
 
 
-@pytest.mark.parametrize("kind", ["spec", "record"])
-@pytest.mark.parametrize(("staging", "ctas"), [("shared", 1), ("registers", 2)])
-def test_recurrence_of_windows(kind: str, staging: str, ctas: int) -> None:
-    assert_resources(wide.compile(problem(kind, 4), wide.Spec(staging=staging, gate_mode=1), H200), ctas)  # type: ignore[arg-type]
+@pytest.mark.parametrize(("arch", "tokens"), [("sm_90a", 2), ("sm_90a", 5), ("sm_90a", 8), ("sm_103a", 8)])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_spec_residency_and_no_spills(arch: str, tokens: int, dtype: str) -> None:
+    assert_resources(wide.compile(problem("spec", tokens, dtype), wide.Spec(), Gpu(arch, 132)), 2)
 
 
 def test_sizes_and_launch_options_share_one_binary() -> None:
@@ -129,61 +148,120 @@ def test_sizes_and_launch_options_share_one_binary() -> None:
     assert (first.pdl, second.pdl) == (False, True)
 
 
-def test_the_state_stays_out_of_registers_and_local_memory(tmp_path: Path) -> None:
+def sass_of(compiled: wide.Compiled, folder: Path) -> str:
     import triton
 
-    path = tmp_path / "wide.cubin"
-    path.write_bytes(wide.compile(problem(), CHUNKED, H200).binary.image)
+    path = folder / "wide.cubin"
+    path.write_bytes(compiled.binary.image)
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    sass = subprocess.run([tool, "-c", path], check=True, capture_output=True, text=True).stdout
+    return subprocess.run([tool, "-c", path], check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("ctas", [2, 3])
+def test_a_line_is_multiplied_before_the_next_is_awaited(tmp_path: Path, ctas: int) -> None:
+    spec = replace(CHUNKED, ctas=ctas)
+    sass = sass_of(wide.compile(problem(), spec, H200), tmp_path)
     assert not re.findall(r"\b(?:STL|LDL)\b", sass)
-    # Gate 8, A and B 6, state 48, T and C 4.
-    assert len(re.findall(r"\bHMMA\.16816\.F32\.BF16\b", sass)) == 8 + 6 + 48 + 4
-    assert len(re.findall(r"\bLDG\.E\.64\b", sass)) == 16  # gate weights
-    assert len(re.findall(r"\bLDGSTS\.E\.BYPASS\.128\b", sass)) >= 16
-    # The state's copies follow the gate weights, so that these don't queue behind them.
-    assert max(m.start() for m in re.finditer(r"\bLDG\b", sass)) < sass.rindex("LDGSTS.E.BYPASS.128")
+    assert len(re.findall(r"\bLDG\.E\.64\b", sass)) == 16 + 5  # gate weights; taps and bias
+    # The first copies of the state follow the weights, so that these don't queue behind them.
+    first_gate = sass.index("HMMA.16816.F32.BF16")
+    weights = max(m.start() for m in re.finditer(r"\bLDG\.E\.64\b", sass))
+    copies = [m.start() for m in re.finditer(r"\bLDGSTS\.E\.BYPASS(?:\.LTC128B)?\.128\b", sass)]
+    assert len([at for at in copies if weights < at < first_gate]) == 4 * wide.plan(problem(), spec).staged
+    # Products: gate 8, A and B 6; a loop of 12, one turn per line; T and C 4.
+    waited = sass.rindex("DEPBAR.LE SB0, 0x", 0, sass.rindex("HMMA"))
+    turn = re.search(r"@!?P\d BRA", sass[waited:])
+    assert turn is not None
+    end = waited + turn.start()
+    assert [part.count("HMMA.16816") for part in (sass[:waited], sass[waited:end], sass[end:])] == [8 + 6, 12, 4]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_cells_cover_a_state_once(emulated: ModuleType, dtype: str) -> None:
-    """Every 16 bytes of a page come to one cell, and a warp's cells hold the rows that its lanes multiply."""
+def test_lines_cover_a_state_once(emulated: ModuleType, dtype: str) -> None:
+    """Every 16 bytes of a page come to one place, and a thread reads its two rows' cells back, in the MMA's order."""
     m = emulated
     item_bytes = 4 if dtype == "fp32" else 2
-    for kind, tokens in (("record", 8), ("decode", 1)):
-        spec = m.Spec("chunked" if kind == "record" else "recurrence")
-        P = m.plan(problem(kind, tokens, dtype), spec)
-        cells, units = set(), set()
-        for thread in range(256):
-            warp, lane = simt.Int32(thread // 32), simt.Int32(thread % 32)
-            for group in range(4):
-                if kind == "record":
-                    copies = simt.asked_copies(
-                        thread, m.chunked.copy_state, simt.Int32(16 * thread), simt.Int64(0), group, warp, lane,
-                        simt.Int64(0), False, P,
-                    )  # fmt: skip
-                else:
-                    item = simt.Int64(0) + m._row_piece(warp, lane, P)
-                    copies = simt.asked_copies(
-                        thread, m.stage_rows, simt.Int32(16 * thread), item, group, simt.Int64(0), P
-                    )
-                for shared, address, nbytes in copies:
-                    assert nbytes == 16
-                    row, column = divmod(address // item_bytes, HEAD_DIM)
-                    assert row // 16 == thread // 32
-                    if kind == "record":
-                        cell = shared // 4096
-                        g, t = thread % 32 // 4, thread % 4
-                        assert row % 16 == 2 * g + cell % 2
-                        width = 16 // item_bytes
-                        assert column == 4 * width * (cell // 2) + width * t
-                        # The halves of a bf16 cell, or a whole fp32 cell, meet the vectors' columns in their step.
-                        for half in range(width // 4):
-                            step = width // 4 * (cell // 2) + half
-                            assert P.quad_place(column // 4 + half) == (step, t)
-                    cells.add(shared)
-                    units.add(address)
-        assert cells == units == set(range(0, HEAD_DIM * HEAD_DIM * item_bytes, 16))
+    width = 16 // item_bytes
+    P = m.plan(problem(state_dtype=dtype), m.Spec("chunked"))
+    source_of: dict[int, tuple[int, int]] = {}  # shared address: row, column
+    for thread in range(256):
+        warp, lane = simt.Int32(thread // 32), simt.Int32(thread % 32)
+        for line in range(P.lines):
+            copies = simt.asked_copies(
+                thread, m.chunked.copy_line, simt.Int32(16384 * line + 16 * thread), simt.Int64(0), simt.Int32(line),
+                warp, lane, simt.Int64(0), False, P,
+            )  # fmt: skip
+            for shared, address, nbytes in copies:
+                assert nbytes == 16
+                assert shared not in source_of
+                source_of[shared] = divmod(address // item_bytes, HEAD_DIM)
+                assert source_of[shared][0] // 16 == thread // 32
+    assert set(source_of) == set(range(0, HEAD_DIM * HEAD_DIM * item_bytes, 16))
+    assert len(set(source_of.values())) == len(source_of)
+
+    read: list[int] = []
+
+    def note(_kind: Any, address: Any, *_: Any, **__: Any) -> simt.Pointer:
+        read.append(int(address))
+        return simt.Pointer(simt.Uint32, 1024, simt.Memory(16, base=1024))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(m.chunked.cute, "make_ptr", note)
+        patch.setattr(m.chunked, "multiply_cell", lambda *_: None)
+        for thread, cell in itertools.product(range(256), range(P.row_cells)):
+            g, t = thread % 32 // 4, thread % 4
+            read.clear()
+            m.chunked._multiply_half(
+                None, simt.Int32(cell // 2 * 16384 + 16 * thread), None, simt.Int32(cell), cell % 2,
+                simt.Int32(thread % 32), P,
+            )  # fmt: skip
+            for side, address in enumerate(read):
+                row, column = source_of[address]
+                assert row == 16 * (thread // 32) + 2 * g + side
+                assert column == 4 * width * cell + width * t
+                # The halves of a bf16 cell, or a whole fp32 cell, meet the vectors' columns in their step.
+                for half in range(width // 4):
+                    assert P.quad_place(column // 4 + half) == (width // 4 * cell + half, t)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_lines_are_written_and_read_without_bank_conflicts(emulated: ModuleType, dtype: str) -> None:
+    """Eight lanes copy 128 neighbouring bytes to the same 128, and a quarter of a warp reads from all banks."""
+    m = emulated
+    P = m.plan(problem(state_dtype=dtype), m.Spec("chunked"))
+    lanes = [
+        simt.asked_copies(
+            lane, m.chunked.copy_line, simt.Int32(16 * lane), simt.Int64(0), simt.Int32(0), simt.Int32(0),
+            simt.Int32(lane), simt.Int64(0), False, P,
+        )
+        for lane in range(32)
+    ]  # fmt: skip
+    for copies in zip(*lanes, strict=True):
+        for first in range(0, 32, 8):
+            shared, source = zip(*((s, a) for s, a, _ in copies[first : first + 8]), strict=True)
+            assert len({s // 128 for s in shared}) == len({a // 128 for a in source}) == 1
+            assert {s % 128 for s in shared} == set(range(0, 128, 16))
+            assert all((s - a) % 64 == 0 for s, a in zip(shared, source, strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_cells_of_rows_cover_a_state_once(emulated: ModuleType, dtype: str) -> None:
+    """Kinds decode and spec: every 16 bytes of a page come to one cell of the thread that advances them."""
+    m = emulated
+    item_bytes = 4 if dtype == "fp32" else 2
+    P = m.plan(problem("decode", 1, dtype), m.Spec())
+    cells, units = set(), set()
+    for thread, group in itertools.product(range(256), range(4)):
+        item = simt.Int64(0) + m._row_piece(simt.Int32(thread // 32), simt.Int32(thread % 32), P)
+        for shared, address, nbytes in simt.asked_copies(
+            thread, m.stage_rows, simt.Int32(16 * thread), item, group, simt.Int64(0), P
+        ):
+            assert nbytes == 16
+            assert shared // 16 % 256 == thread
+            assert address // item_bytes // HEAD_DIM // 16 == thread // 32
+            cells.add(shared)
+            units.add(address)
+    assert cells == units == set(range(0, HEAD_DIM * HEAD_DIM * item_bytes, 16))
 
 
 def split_terms(x: torch.Tensor, rounded: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -233,7 +311,7 @@ def test_triangles_replace_the_substitution(tokens: int) -> None:
     torch.testing.assert_close((gamma * q) @ S.transpose(-1, -2) + B @ T @ r, outputs, rtol=1e-9, atol=1e-9)
 
 
-CASES = {
+CASES: dict[str, tuple[Problem, wide.Spec, dict[str, Any]]] = {
     "record 8": (problem(), CHUNKED, {}),
     "record 3, bf16, window-major": (
         problem(tokens=3, state_dtype="bf16", conv_layout="window-major"),
@@ -251,14 +329,47 @@ CASES = {
         wide.Spec(gate_mode=1, stream_hints=True),
         {"conv_bias": False},
     ),
-    "spec 2": (problem("spec", 2), wide.Spec(), {}),
+    "record 4, fewer lines": (problem(tokens=4), replace(CHUNKED, ctas=3), {"inputs": "generic"}),
+    "record 7, fewer lines": (problem(tokens=7), replace(CHUNKED, ctas=3), {}),
+    "record 2, longer window": (problem(tokens=2), replace(CHUNKED, window=8), {"longer": 3}),
+    "spec 3": (problem("spec", 3), wide.Spec(), {"inputs": "generic"}),
+    "spec 2, bf16, window-major": (
+        problem("spec", 2, "bf16", conv_layout="window-major"),
+        wide.Spec(gate_mode=1, conv_weight_dtype="bf16", stream_hints=True),
+        {"conv_bias": False},
+    ),
+    "spec 8, any layout": (problem("spec", 8), wide.Spec(streamable=False), {}),
 }
+
+
+def run(m: ModuleType, of: Problem, spec: wide.Spec, operands: StepOperands, seed: int) -> int:
+    """A launch on operands in the CPU's memory; returns the shared memory that a CTA took."""
+    plan, recorder = m.plan(of, spec), _Recorder()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(m.cubin, "launcher", lambda _: recorder)
+        m.launch(m.Compiled(None, plan, False), operands, 0)
+    kinds = [getattr(simt, hint.__forward_arg__) for hint in m.Arguments.__annotations__.values()]
+    A = m.Arguments(*(kind(value) for kind, value in zip(kinds, recorder.values, strict=True)))
+    storages = [
+        t.untyped_storage() for f in fields(operands) if isinstance(t := getattr(operands, f.name), torch.Tensor)
+    ]
+    return simt.run(
+        getattr(m, f"kda_wide_{of.kind}"), (A, plan), grid=recorder.grid, threads=plan.threads,
+        spans=[(storage.data_ptr(), storage.nbytes()) for storage in storages], seed=seed,
+    )  # fmt: skip
 
 
 def emulate(m: ModuleType, of: Problem, spec: wide.Spec, draw: dict[str, Any], seed: int) -> str | None:
     """A live item and a null one, and with generic records a live one without a record, against the reference."""
     of = replace(of, requests=3 if draw.get("inputs") == "generic" else 2, heads=1)
+    longer = draw.get("longer", 0)
+    draw = {name: value for name, value in draw.items() if name != "longer"}
     operands = make_step(of, seed=seed, device="cpu", pad=16, null_requests=(1,), **draw)
+    if longer:
+        slots, channels, entries = operands.conv_state.shape
+        window = torch.randn(slots, channels, entries + longer).bfloat16()
+        window[:, :, :entries] = operands.conv_state
+        operands = replace(operands, conv_state=window)
     if spec.conv_weight_dtype == "bf16":
         bias = operands.conv_bias
         operands = replace(
@@ -272,9 +383,7 @@ def emulate(m: ModuleType, of: Problem, spec: wide.Spec, draw: dict[str, Any], s
         operands = replace(operands, record_rows=rows)
     expected = reference.step(of, operands)
     compare.poison(operands)
-    form = "chunked" if spec.form == "chunked" else "decode" if of.kind == "decode" else "recurrence"
-    used = simt.run_step(m, getattr(m, f"kda_wide_{form}"), of, spec, operands, seed)
-    assert used == m.plan(of, spec).smem_bytes
+    assert run(m, of, spec, operands, seed) == m.plan(of, spec).smem_bytes
     return compare.check_step(of, operands, expected)
 
 
@@ -306,8 +415,9 @@ def test_launch_passes_addresses_and_sizes(monkeypatch: pytest.MonkeyPatch) -> N
     assert recorder.grid == (6, 4, 1)
     assert (recorder.stream, recorder.pdl) == (7, True)
     assert len(recorder.values) == len(compiled.binary.parameters)
-    assert recorder.values[0] == operands.projected.data_ptr()
-    assert recorder.values[-5:] == (8, 6, -5.0, HEAD_DIM**-0.5, 1e-5)
+    passed = arguments.Arguments(*recorder.values)
+    assert passed.projected == operands.projected.data_ptr()
+    assert (passed.heads, passed.requests, passed.lower_bound, passed.scale) == (6, 4, -5.0, HEAD_DIM**-0.5)
 
 
 def test_launch_refuses_operands_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,6 +20,8 @@ FINDING = 1
 """Exit status: the command worked and found something wrong."""
 USAGE = 2
 """Exit status: the command line or an input file cannot be used."""
+SIGNALLED = 128
+"""Exit status of a command that a signal stopped, less the signal's number."""
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 
@@ -43,12 +45,13 @@ def emit_json(value: object) -> None:
 
 
 def error_line(text: str) -> None:
-    print(f"kdabench: {' '.join(text.split())}", file=sys.stderr)
+    note(f"kdabench: {text}")
 
 
 def note(text: str) -> None:
-    """A remark beside the output proper."""
-    print(" ".join(text.split()), file=sys.stderr)
+    """A remark beside the output proper; lost if the terminal is gone, which must not end the work."""
+    with suppress(OSError):
+        print(" ".join(text.split()), file=sys.stderr, flush=True)
 
 
 def fail(text: str) -> NoReturn:
@@ -154,22 +157,30 @@ def progress() -> Iterator[Callable[[Event], None]]:
         TimeRemainingColumn(compact=True),
         TextColumn("{task.description}", markup=False),
     )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None)
-        skipped = 0
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    task = bar.add_task("", total=None)
+    skipped = 0
 
-        def listen(event: Event) -> None:
-            nonlocal skipped
-            if event.kind == "note":
-                bar.console.print(event.text, markup=False, highlight=False)
-                return
-            if event.kind == "plan":
-                skipped = event.done
-                bar.reset(task, total=event.total - skipped, completed=0)
-            bar.update(task, completed=event.done - skipped, description=_cell_text(event))
+    def listen(event: Event) -> None:
+        nonlocal skipped
+        if event.kind == "note":
+            bar.console.print(event.text, markup=False, highlight=False)
+            return
+        if event.kind == "plan":
+            skipped = event.done
+            bar.reset(task, total=event.total - skipped, completed=0)
+        bar.update(task, completed=event.done - skipped, description=_cell_text(event))
 
-        yield listen
+    def listen_while_it_shows(event: Event) -> None:
+        with suppress(OSError):  # a terminal that is gone must not end the work
+            listen(event)
+
+    bar.start()
+    try:
+        yield listen_while_it_shows
+    finally:
+        with suppress(OSError):
+            bar.stop()
 
 
 class _LineListener:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
@@ -223,7 +224,8 @@ def _candidate_rows(name: str, records: Sequence[Record]) -> list[dict[str, Any]
     rows: list[tuple[tuple[int, float, str], dict[str, Any]]] = []
     for (cell, candidate), group in pooled.items():
         samples = [us for record in group if record.status == "ok" for us in record.samples_us]
-        low, middle, high = (round(float(v), 3) for v in np.percentile(samples or [np.inf], (25, 50, 75)))
+        quartiles = np.percentile(samples, (25, 50, 75)) if samples else (math.inf, math.inf, math.inf)
+        low, middle, high = (round(float(v), 3) for v in quartiles)
         trouble = next((r for r in group if r.status != "ok"), group[0])
         row = {
             "file": name,

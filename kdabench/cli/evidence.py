@@ -10,7 +10,7 @@ from kdabench.cli import console
 if TYPE_CHECKING:
     from kdabench.policy import Policy
     from kdabench.records import Cell
-    from kdabench.regret import Evidence, Regret
+    from kdabench.regret import Certificate, Evidence, Regret
 
 _SHOWN = 10
 
@@ -36,13 +36,56 @@ def _lines(policy: Policy, evidence: Evidence) -> Iterator[str]:
     headings = ("choice", "kind", "cells", "mean", "p99", "max", "worst cell", "fastest picked")
     yield from console.table(headings, rows, right=(2, 3, 4, 5, 7)).splitlines()
     yield ""
-    yield f"A table with an entry for every cell would gain {100 * evidence.table_gain:.2f} %."
+    yield f"CHOICES: {evidence.entries} entries. One for every cell would gain {100 * evidence.table_gain:.2f} %."
+    if evidence.kept is not None:
+        gain = f"new ones gain {100 * evidence.kept.geomean:.2f} %, standard error {100 * evidence.kept.error:.2f} %"
+        yield f"The constants of the policy before stay: {gain}."
+    if evidence.unsettled:
+        unsettled = sorted(evidence.unsettled, key=lambda found: found[1])
+        yield f"The variant is open in {len(unsettled)} cells: {_named([cell for cell, _ in unsettled])}"
+    yield ""
+    yield from _certificate(evidence.certificate)
     yield ""
     yield from _thresholds(policy, evidence.intervals)
     if evidence.flips:
         worst = max(lost for _, lost in evidence.flips)
         flipped = _named([cell for cell, _ in evidence.flips])
         yield f"Winners that lose with generic inputs, by up to {100 * worst:.1f} %: {flipped}"
+
+
+def _certificate(certificate: Certificate | None) -> Iterator[str]:
+    if certificate is None:
+        yield "No certificate: no cells were held out (sweeps/holdout.toml)."
+        return
+    yield f"Certificate: the same on {certificate.cells} held-out cells, which no fit has seen (per cent):"
+    yield ""
+    rows = [("policy", kind, *_figures(regret)) for kind, regret in certificate.regret.items()]
+    rows += [(name, "all", *_figures(regret)) for name, regret in certificate.baselines.items()]
+    if certificate.bounds:
+        bounds = (f"{100 * certificate.bounds[name]:.2f}" for name in ("geomean", "p99", "max"))
+        rows.insert(1, ("policy, 95 % bounds", "all", str(certificate.regret["all"].cells), *bounds, "", ""))
+    headings = ("choice", "kind", "cells", "mean", "p99", "max", "worst cell", "fastest picked")
+    yield from console.table(headings, rows, right=(2, 3, 4, 5, 7)).splitlines()
+    if certificate.uncovered:
+        yield f"no pick has a time in {len(certificate.uncovered)}: {_named(certificate.uncovered)}"
+
+
+def markdown(certificate: Certificate) -> str:
+    """The certificate as a table for a README, in per cent."""
+    rows = [("**the policy**", certificate.regret["all"]), *certificate.baselines.items()]
+    lines = [
+        f"Time over the fastest on {certificate.cells} held-out cells, minus 1:",
+        "",
+        "| choice | cells | geometric mean | p99 | max |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name, regret in rows:
+        figures = " | ".join(f"{100 * value:.2f} %" for value in (regret.geomean, regret.p99, regret.max))
+        lines.append(f"| {name} | {regret.cells} | {figures} |")
+    if certificate.bounds:
+        bounds = (f"{100 * certificate.bounds[name]:.2f} %" for name in ("geomean", "p99", "max"))
+        lines.append(f"| 95 % bounds of the policy | | {' | '.join(bounds)} |")
+    return "\n".join(lines) + "\n"
 
 
 def _figures(regret: Regret) -> tuple[str, ...]:

@@ -20,6 +20,15 @@ if TYPE_CHECKING:
 Budget = Annotated[
     float | None, typer.Option("--budget", metavar="SECONDS", min=1, help="Begin no cell after this many seconds.")
 ]
+CellSeconds = Annotated[
+    float | None,
+    typer.Option(
+        "--cell-seconds",
+        metavar="SECONDS",
+        min=0.01,
+        help="Begin no further round of a cell after this much time in a process (1); five rounds there are always.",
+    ),
+]
 Share = Annotated[
     str,
     typer.Option("--share", metavar="K/N", help="Only every N-th cell from the K-th on; join the journals with merge."),
@@ -33,6 +42,7 @@ def sweep(
     file: SweepFile,
     device: DeviceChoice = "auto",
     budget: Budget = None,
+    cell_seconds: CellSeconds = None,
     share: Share = "1/1",
     retry: Annotated[
         bool, typer.Option("--retry", help="Measure again the cells in which a candidate failed.")
@@ -65,8 +75,11 @@ def sweep(
         _estimate(plan, target, as_json)
         return
     summary = run(
-        plan, target, device, out=out, results=results, budget=budget, as_json=as_json, share=part, retry=retry
-    )
+        plan, target, device, out=out, results=results, budget=budget, as_json=as_json, share=part, retry=retry,
+        cell_seconds=cell_seconds,
+    )  # fmt: skip
+    if summary.stopped_by is not None:
+        finish(summary)
     if as_json:
         console.emit_json(summary_json(summary, target))
     else:
@@ -87,9 +100,11 @@ def run(
     as_json: bool,
     share: tuple[int, int] = (1, 1),
     retry: bool = False,
+    cell_seconds: float | None = None,
 ) -> Summary:
     """Sweep with progress on stderr; the first line says whether it measures or replays."""
     from kdabench import session
+    from kdabench.measure import Plan
 
     first = inputs.headline(target, asked, results)
     if as_json:
@@ -107,6 +122,7 @@ def run(
             share=share,
             retry=retry,
             listener=listener,
+            plan=None if cell_seconds is None else Plan(seconds=cell_seconds),
         )
 
 
@@ -123,8 +139,14 @@ def outcome(summary: Summary) -> str:
     what = "replayed" if summary.replay else "measured"
     return (
         f"{state}{summary.done} of {summary.total} cells and processes {what}, "
-        f"{len(summary.records)} records in {console.relative(summary.journal)}"
+        f"{len(summary.records)} records in {console.relative(summary.journal)}{_false_alarms(summary)}"
     )
+
+
+def _false_alarms(summary: Summary) -> str:
+    judged = sum(summary.twins.values())
+    wrong = judged - summary.twins.get("same", 0)
+    return f"; {wrong} of {judged} found their best candidate different from itself" if judged else ""
 
 
 def finish(summary: Summary) -> None:
@@ -133,9 +155,9 @@ def finish(summary: Summary) -> None:
         first, more = cell_name(summary.without_winner[0]), len(summary.without_winner) - 1
         others = f" and {more} more" if more else ""
         console.error_line(f"no variant has a result in {first}{others}; the reasons: kdabench show {summary.journal}")
-    if summary.interrupted:
+    if summary.stopped_by is not None:
         console.error_line(f"interrupted: {summary.done} of {summary.total} are kept; the same command goes on")
-        raise typer.Exit(console.INTERRUPTED)
+        raise typer.Exit(console.SIGNALLED + summary.stopped_by)
     if summary.without_winner:
         raise typer.Exit(console.FINDING)
 
@@ -173,6 +195,7 @@ def summary_json(summary: Summary, target: inputs.Device) -> dict[str, Any]:
         "total": summary.total,
         "records": len(summary.records),
         "interrupted": summary.interrupted,
+        "twins": dict(summary.twins),
         "without_winner": [asdict(cell) for cell in summary.without_winner],
     }
 
@@ -234,7 +257,7 @@ def _environment() -> dict[str, Any]:
     from kdabench.telemetry import Telemetry
 
     device = bench.Device.current()
-    return describe(device.name, device.uuid, Telemetry(device.uuid))
+    return describe(device.name, device.uuid, Telemetry(device.uuid, device.pci_id))
 
 
 def _case_name(case: Any) -> str:

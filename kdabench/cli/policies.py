@@ -13,9 +13,10 @@ from kdabench.cli import console, data, inputs, measuring
 from kdabench.cli.inputs import OUT, RESULTS, DeviceChoice, Json, Out, RecordedDevice, Results, SweepFile
 
 if TYPE_CHECKING:
+    from kdabench.emit import Regenerated
     from kdabench.policy import Policy
     from kdabench.records import Record
-    from kdabench.regret import Evidence
+    from kdabench.regret import Evidence, Gain
     from kdabench.session import Summary
     from kdabench.sweep import Sweep
 
@@ -95,9 +96,15 @@ def _fitted(summary: Summary, envs: Mapping[str, Mapping[str, Any]], held: Mappi
 
 
 def _default_schedule() -> dict[str, Any]:
+    """KdaSplit's own."""
     from kda_kernels import variants
 
     return variants.spec_dict(variants.make_spec("KdaSplit", {}))
+
+
+def _certifying(results: Path) -> dict[str, Any] | None:
+    """The default schedule where a module's header compares with it: beside held-out cells. Else nothing is loaded."""
+    return _default_schedule() if any(results.glob("*/holdout.jsonl")) else None
 
 
 def _write(outcome: _Outcome, plan: Sweep, summary: Summary, target: inputs.Device, folder: Path) -> list[Path]:
@@ -184,14 +191,18 @@ def _other_rules(policy: Policy, facts: Evidence) -> Iterator[str]:
     distinct = {tuple(sorted(options.items())) for row in rows for options in row.values()}
     tables = f"{len(policy.window_schedule)} tables, {sum(map(len, rows))} entries"
     yield f"WINDOW_SCHEDULE: {tables}, {len(distinct)} different schedules"
-    for rule, by_kind in facts.other_intervals.items():
-        for kind, interval in by_kind.items():
-            ends = None if interval is None else ["never" if end is None else str(end) for end in interval]
+    for rule, by_key in facts.other_intervals.items():
+        constant = getattr(policy, rule)
+        for key, interval in by_key.items():
+            table = isinstance(constant, Mapping)
+            value = constant.get(int(key) if key.isdecimal() else key) if table else constant
+            ends = None if interval is None else [_items(end) for end in interval]
             span = "no interval" if ends is None else f"90 % interval: {' to '.join(ends)}"
-            items = getattr(policy, rule)[kind]
-            yield f"{rule.upper()}[{kind}]: {'never' if items is None else items} ({span})"
-    if policy.ws_small is not None:
-        yield f"WS_SMALL: {policy.ws_small} to {policy.ws_small_end} items"
+            yield f"{rule.upper()}{f'[{key}]' if table else ''}: {_items(value)} ({span})"
+
+
+def _items(value: int | None) -> str:
+    return "never" if value is None else str(value)
 
 
 _SHOWN = 10
@@ -243,13 +254,19 @@ def emit(
         str | None,
         typer.Option("--format", metavar="FORMAT", help="Print as json, constants or module; write nothing."),
     ] = None,
-    diff: Annotated[bool, typer.Option("--diff", help="Print what would change in the module; write nothing.")] = False,
+    diff: Annotated[
+        bool, typer.Option("--diff", help="Print what would change, cell by cell, then line by line; write nothing.")
+    ] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Forget the policy before: take new constants even if they gain nothing.")
+    ] = False,
     results: Results = RESULTS,
 ) -> None:
     """Write a device's policy module from its records.
 
     It goes to RESULTS/<device>/policy.py and to kda_kernels/policies, where the dispatcher finds it. Same records, same
-    bytes.
+    bytes. A module of other records becomes RESULTS/<device>/previous.py: its constants stay in force unless new ones
+    gain over 0.1 % and over 3 standard errors.
 
     \b
     Examples:
@@ -259,6 +276,7 @@ def emit(
     """
     from kdabench import device as devices
     from kdabench import emit as emitting
+    from kdabench.cli import evidence
 
     forms: dict[str, Literal["module", "json", "constants"]] = {
         "module": "module",
@@ -269,19 +287,61 @@ def emit(
         console.fail(f"--format: {form!r}: one of {', '.join(forms)}")
     with console.user_input():
         folder = devices.results_folder(results, device)
-        found = emitting.regenerate(folder)
+        found = emitting.regenerate(folder, _certifying(results), fresh)
     if form is not None:
         console.write(emitting.emit(found.policy, found.evidence, forms[form]))
         return
-    for path in emitting.module_paths(folder, _policies_folder()):
-        old = path.read_text(encoding="utf-8") if path.exists() else ""
-        if diff:
+    paths = emitting.module_paths(folder, _policies_folder())
+    texts = [path.read_text(encoding="utf-8") if path.exists() else "" for path in paths]
+    if diff:
+        if texts[0] and texts[0] != found.module:
+            console.write(_changes(texts[0], found))
+        for path, old in zip(paths, texts, strict=True):
             console.write(emitting.diff(old, found.module, console.relative(path)))
-        elif old == found.module:
+        return
+    if found.previous is None:
+        emitting.previous_path(folder).unlink(missing_ok=True)
+    else:
+        emitting.write_atomic(emitting.previous_path(folder), found.previous)
+    for path, old in zip(paths, texts, strict=True):
+        if old == found.module:
             console.line(f"{console.relative(path)}: as it was")
         else:
             emitting.write_atomic(path, found.module)
             console.line(f"{console.relative(path)}: written")
+    if found.evidence.certificate is not None:
+        console.write("\n" + evidence.markdown(found.evidence.certificate))
+
+
+def _changes(old: str, found: Regenerated) -> str:
+    """Cells whose choice changes, and what that gains, for a reviewer."""
+    from kdabench import certificate, regret
+    from kdabench import emit as emitting
+    from kdabench.cli.evidence import cell_name
+
+    try:
+        before, after = (emitting.load(text).ranked for text in (old, found.module))
+    except Exception as error:
+        return f"the module in place can't be loaded: {type(error).__name__}: {error}\n"
+    changed = certificate.changes(found.grid, before, after)
+    old_picks, new_picks = (regret.picks(found.grid, ranked) for ranked in (before, after))
+    whole = certificate.gain(found.grid, old_picks, new_picks, resamples=200, seed=0)
+    rows = [
+        (cell_name(c.cell), c.old, c.new, "-" if c.gain is None else _percent(c.gain.geomean), _interval(c.gain))
+        for c in changed
+    ]
+    text = f"{len(changed)} of {len(found.grid.cells)} cells change; "
+    text += f"gain over all: {_percent(whole.geomean)} % ({_interval(whole)})\n"
+    headings = ("cell", "old", "new", "gain %", "90 % interval")
+    return text + (console.table(headings, rows, right=(3,)) if rows else "")
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.2f}"
+
+
+def _interval(gain: Gain | None) -> str:
+    return "not measured" if gain is None else f"{_percent(gain.low)} to {_percent(gain.high)}"
 
 
 def check(results: Results = RESULTS, as_json: Json = False) -> None:
@@ -298,7 +358,7 @@ def check(results: Results = RESULTS, as_json: Json = False) -> None:
     from kdabench import emit as emitting
 
     with console.user_input():
-        stale = emitting.check(results, _policies_folder())
+        stale = emitting.check(results, _policies_folder(), _certifying(results))
     if as_json:
         console.emit_json([{"path": str(s.path), "diff": s.diff, "repair": s.repair} for s in stale])
     else:

@@ -21,38 +21,40 @@ _BF16, _F32, _INT32 = "torch.bfloat16", "torch.float32", "torch.int32"
 class Arguments(NamedTuple):
     """Parameters of a step kernel: addresses (0 where there is no such operand), strides in elements, sizes.
 
+    What a kernel needs first stands first: parameters are constants, which come by cache line.
+
     channel_stride, tap_stride   of the convolution window
     slots_stride                 between requests
     record_tokens                Q, tokens that a record can hold
     per                          items of a CTA of a persistent kernel
     """
 
-    projected: Int64
+    slots: Int64
+    slots_stride: Int32
+    heads: Int32
+    f_b: Int64
     conv_weight: Int64
     conv_bias: Int64
-    conv_state: Int64
-    f_b: Int64
+    projected: Int64
+    pitch: Int64
     A_log: Int64
     dt_bias: Int64
     norm_weight: Int64
+    conv_state: Int64
+    conv_stride: Int64
+    channel_stride: Int32
+    tap_stride: Int32
     state: Int64
-    slots: Int64
+    state_stride: Int64
     accepted: Int64
     corrections: Int64
     key_gates: Int64
     record_rows: Int64
     pending: Int64
     out: Int64
-    pitch: Int64
-    conv_stride: Int64
-    channel_stride: Int32
-    tap_stride: Int32
-    state_stride: Int64
-    slots_stride: Int32
     corrections_stride: Int64
     key_gates_stride: Int64
     record_tokens: Int32
-    heads: Int32
     requests: Int32
     per: Int32
     lower_bound: Float32
@@ -65,31 +67,49 @@ def placeholder() -> Arguments:
     return Arguments(*(kind(1) for kind in get_type_hints(Arguments).values()))
 
 
-_TENSORS = Arguments._fields[: Arguments._fields.index("pitch")]
+_TENSORS = (
+    "slots",
+    "f_b",
+    "conv_weight",
+    "conv_bias",
+    "projected",
+    "A_log",
+    "dt_bias",
+    "norm_weight",
+    "conv_state",
+    "state",
+    "accepted",
+    "corrections",
+    "key_gates",
+    "record_rows",
+    "pending",
+    "out",
+)
 
 
 def values(operands: StepOperands, per: int = 0) -> tuple[int | float, ...]:
     """The fields of `Arguments` for checked operands."""
     o = operands
-    addresses = (0 if (t := getattr(o, name)) is None else t.data_ptr() for name in _TENSORS)
-    records = (0, 0, 0)
-    if o.corrections is not None and o.key_gates is not None:
-        records = (o.corrections.stride(0), o.key_gates.stride(0), o.corrections.shape[2])
     assert o.lower_bound is not None
-    return (
-        *addresses,
-        o.projected.stride(0),
-        *o.conv_state.stride(),
-        o.state.stride(0),
-        o.slots.stride(0),
-        *records,
-        o.A_log.shape[0],
-        o.slots.shape[0],
-        per,
-        o.lower_bound,
-        o.scale,
-        o.eps,
-    )
+    found: dict[str, int | float] = {
+        name: 0 if (tensor := getattr(o, name)) is None else tensor.data_ptr() for name in _TENSORS
+    }
+    found["conv_stride"], found["channel_stride"], found["tap_stride"] = o.conv_state.stride()
+    found |= {
+        "slots_stride": o.slots.stride(0),
+        "heads": o.A_log.shape[0],
+        "pitch": o.projected.stride(0),
+        "state_stride": o.state.stride(0),
+        "corrections_stride": 0 if o.corrections is None else o.corrections.stride(0),
+        "key_gates_stride": 0 if o.key_gates is None else o.key_gates.stride(0),
+        "record_tokens": 0 if o.corrections is None else o.corrections.shape[2],
+        "requests": o.slots.shape[0],
+        "per": per,
+        "lower_bound": o.lower_bound,
+        "scale": o.scale,
+        "eps": o.eps,
+    }
+    return tuple(found[name] for name in Arguments._fields)
 
 
 class Rules(Protocol):

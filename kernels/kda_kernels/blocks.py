@@ -115,6 +115,15 @@ def send_pair(address: Int32, barrier: Int32, x: Float32, y: Float32) -> None:
 
 
 @cute.jit
+def send_quad(address: Int32, barrier: Int32, words: cute.Tensor) -> None:
+    """`send` of four words, to a multiple of 16."""
+    arch.inline_ptx(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [{$r0}], {{$r2}, {$r3}, {$r4}, {$r5}}, [{$r1}];",
+        read_only_args=[address, barrier, words[0], words[1], words[2], words[3]],
+    )
+
+
+@cute.jit
 def row_sums(values: cute.Tensor, n: cutlass.Constexpr, lanes: cutlass.Constexpr, lane: Int32) -> Float32:
     """Sums over groups of `lanes` neighbouring lanes of n values each, transposed: lane l of a group gets the total of
     value `l // (lanes // n)`. n and lanes are powers of two, n <= lanes; the values are overwritten.
@@ -156,3 +165,47 @@ def mma_16816(c: tuple[Float32, ...], a: tuple[Uint32, ...], b: tuple[Uint32, ..
         write_only_types=[Float32] * 4,
         read_only_args=[*a, *b, *c],
     )
+
+
+@cute.jit
+def pack(low: Float32, high: Float32) -> Uint32:
+    """Two numbers, rounded to BF16, as the halves of a word."""
+    return arch.inline_ptx(
+        "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Uint32], read_only_args=[low, high]
+    )
+
+
+@cute.jit
+def low_half(word: Uint32) -> Float32:
+    return arch.inline_ptx("shl.b32 {$w0}, {$r0}, 16;", write_only_types=[Float32], read_only_args=[word])
+
+
+@cute.jit
+def high_half(word: Uint32) -> Float32:
+    return arch.inline_ptx("and.b32 {$w0}, {$r0}, 0xffff0000;", write_only_types=[Float32], read_only_args=[word])
+
+
+@cute.jit
+def rounded(x: Float32) -> Float32:
+    """x rounded to BF16. `x.to(BFloat16)` alone takes a conversion of many times the latency."""
+    word = pack(Float32(0), x)
+    return arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word])
+
+
+@cute.jit
+def poll(barrier: cute.Pointer, phase: cutlass.Constexpr) -> None:
+    """`arch.mbarrier_wait` without sleeping: sooner awake, at the cost of issue slots."""
+    done = arch.mbarrier_test_wait(barrier, phase)
+    while not done:
+        done = arch.mbarrier_test_wait(barrier, phase)
+
+
+def declare_cluster(ctas: int) -> None:
+    """Make the size of its cluster part of the kernel in whose body this stands.
+
+    Otherwise every cluster barrier has a branch for launches without a cluster.
+    """
+    from cutlass._mlir import ir
+
+    kernel = ir.InsertionPoint.current.block.owner
+    kernel.attributes["nvvm.cluster_dim"] = ir.Attribute.parse(f"array<i32: {ctas}, 1, 1>")

@@ -17,19 +17,21 @@ out. What `Shape` says of lanes: lane = 4 g + t, g < 8, t < 4.
   fragments  [step][tile][lane] of 16 bytes: hi(0,1) hi(2,3) lo(0,1) lo(2,3) of vector g in the lane's columns of the
              step. A step's stride is 64 bytes more than its contents, so that neither side has bank conflicts.
 Gamma must not get below some e^-60, or k / Gamma overflows: `MIN_LOG_GAMMA`.
+A state waits in shared memory by lines: 128 bytes of a row, of which a warp copies four rows at a time. A warp's lines
+are its own, so that `cp_async_wait_group` and a barrier of the warp stand before their use, and no more.
 No function here has a CTA barrier. Source: docs/operation.md, "The same, chunked".
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
-from kda_kernels import blocks, split
+from kda_kernels import blocks
 from kdabench.problem import CONV_WIDTH, HEAD_DIM
 
 arch = cute.arch
@@ -41,8 +43,8 @@ STEPS = HEAD_DIM // 16
 """k16 steps of a product over the 128 columns."""
 WARPS = HEAD_DIM // 16
 """Warps that share a state of 128 rows."""
-GROUPS = 4
-"""Pieces of two steps in which a state may arrive."""
+LINE_BYTES = 128 * HEAD_DIM
+"""Of a line of every row."""
 
 _HISTORY = CONV_WIDTH - 1
 _LOG2E = 1.4426950408889634
@@ -54,9 +56,26 @@ QKV_PITCH = 3 * HEAD_DIM + 8
 """The same, BF16 elements, of q, k and v."""
 
 
+class Window(NamedTuple):
+    """A request's convolution window: address of its page, element strides, first entry of the history."""
+
+    page: Int64
+    channel_stride: Int32
+    tap_stride: Int32
+    start: Int32
+
+
+class Record(NamedTuple):
+    """A request's record row, negative for none, and the addresses of the item's entries in it."""
+
+    row: Int32
+    key_gates: Int64
+    corrections: Int64
+
+
 @dataclass(frozen=True)
 class Shape:
-    """Compile-time facts of a window. `kda_kernels.split`'s copies and window functions take it too, as their `P`.
+    """Compile-time facts of a window.
 
     tokens        2..8
     threads       that share the copies
@@ -111,6 +130,11 @@ class Shape:
     def tiles(self) -> int:
         """Tiles of eight columns."""
         return self.slots // 4
+
+    @property
+    def lines(self) -> int:
+        """Lines of a row."""
+        return self.item_bytes
 
     @property
     def row_cells(self) -> int:
@@ -248,7 +272,7 @@ def store_gammas(
     s_dt: cute.Tensor,
     exp_A: Float32,
     lower_bound: Float32,
-    record: split.Record,
+    record: Record,
     warp: Int32,
     lane: Int32,
     P: cutlass.Constexpr,
@@ -278,6 +302,7 @@ def store_gammas(
             total += before if t >= distance else Float32(0)
         logs[i, 0] = total - logs[i, 1]
         logs[i, 1] = total
+    gates = record.key_gates + Int64(t * (4 * HEAD_DIM) + HEAD_DIM + feature) * 2
     for side in range_constexpr(2):
         token = 2 * t + side
         if token < P.tokens:
@@ -286,72 +311,107 @@ def store_gammas(
                 pair[i] = cute.math.exp2(logs[i, side], approx=True, ftz=True)
             cute.autovec_copy(pair, gammas[None, feature // 2, token])
             if record.row >= 0:
-                place = record.key_gates + Int64(token * (2 * HEAD_DIM) + HEAD_DIM + feature) * 2
-                blocks.put(Uint32, place, rounded[side])
+                blocks.put(Uint32, gates + side * (4 * HEAD_DIM), rounded[side])
 
 
 @cute.jit
-def convolve(
+def convolve_with(
+    taps: cute.Tensor,
+    bias: cute.Tensor,
     M: cutlass.Constexpr,
     s_qkv: cute.Tensor,
-    window: split.Window,
-    record: split.Record,
+    window: Window,
+    record: Record,
     task: Int32,
     P: cutlass.Constexpr,
 ) -> None:
     """Two channels of one of q, k, v, all tokens: task = 64 * part + pair, 192 in all. Keys go to the record.
 
-    M      has taps, bias, x and window as `split.Shared`; a window of layout rows is rolled
-    s_qkv  [tokens, QKV_PITCH] bf16: q, k, v
+    taps, bias   of the two channels: (2, 4), (2)
+    M            has x [history + tokens, 3, 128] bf16 and, of layout rows, window [3, 128, entries], which is rolled
+    s_qkv        [tokens, QKV_PITCH] bf16: q, k, v
     """
     pairs = HEAD_DIM // 2
     part, pair = task // pairs, task % pairs
-    entries = P.history + P.tokens
-    x = cute.make_tensor(M.x.iterator, cute.make_layout((2, pairs, 3, entries), stride=(1, 2, HEAD_DIM, 3 * HEAD_DIM)))
-    words = cute.make_tensor(
+    inputs = cute.make_tensor(
         cute.recast_ptr(M.x.iterator, dtype=Uint32),
-        cute.make_layout((pairs, 3, entries), stride=(1, pairs, 3 * pairs)),
+        cute.make_layout((pairs, 3, P.history + P.tokens), stride=(1, pairs, 3 * pairs)),
     )
     results = cute.make_tensor(
         cute.recast_ptr(s_qkv.iterator, dtype=Uint32),
         cute.make_layout((pairs, 3, P.tokens), stride=(1, pairs, QKV_PITCH // 2)),
     )
-    taps = cute.make_tensor(
-        M.taps.iterator,
-        cute.make_layout((2, pairs, CONV_WIDTH, 3), stride=(1, 2, HEAD_DIM, CONV_WIDTH * HEAD_DIM)),
-    )
-    biases = cute.make_tensor(M.bias.iterator, cute.make_layout((2, pairs, 3), stride=(1, 2, HEAD_DIM)))
-    weight = cute.make_rmem_tensor((2, CONV_WIDTH), P.conv_dtype)
-    bias = cute.make_rmem_tensor(2, P.conv_dtype)
-    cute.autovec_copy(biases[None, pair, part], bias)
-    for tap in range_constexpr(CONV_WIDTH):
-        cute.autovec_copy(taps[None, pair, tap, part], weight[None, tap])
-    past = cute.make_rmem_tensor((2, _HISTORY), BFloat16)
+    key = record.key_gates + Int64(pair) * 4
+    words = cute.make_rmem_tensor(_HISTORY + P.tokens, Uint32)  # both channels of an entry: the history, then inputs
     if const_expr(P.layout == "rows"):
-        split.take_history(past, M, window, pair, part, P)
+        take_history(words, M, window, task)
     else:
         for e in range_constexpr(_HISTORY):
-            cute.autovec_copy(x[None, pair, part, e], past[None, e])
-    seen = cute.make_rmem_tensor((2, CONV_WIDTH), Float32)
-    for e in range_constexpr(_HISTORY):
-        for i in range_constexpr(2):
-            seen[i, e + 1] = past[i, e].to(Float32)
+            words[e] = inputs[pair, part, e]
     for t in range_constexpr(P.tokens):
-        new = words[pair, part, P.history + t]
+        if const_expr(t == 4):
+            arch.sync_warp()  # all inputs at once take too many registers
+        words[_HISTORY + t] = inputs[pair, part, P.history + t]
         y = cute.make_rmem_tensor(2, Float32)
         for i in range_constexpr(2):
-            for e in range_constexpr(_HISTORY):
-                seen[i, e] = seen[i, e + 1]
-            seen[i, _HISTORY] = high_half(new) if const_expr(i == 1) else low_half(new)
             y[i] = bias[i].to(Float32)
             for tap in range_constexpr(CONV_WIDTH):
-                y[i] += weight[i, tap].to(Float32) * seen[i, tap]
+                seen = high_half(words[t + tap]) if const_expr(i == 1) else low_half(words[t + tap])
+                y[i] += taps[i, tap].to(Float32) * seen
         rounded = pack(y[0] * blocks.sigmoid(y[0]), y[1] * blocks.sigmoid(y[1]))
         results[pair, part, t] = rounded
         if part == 1 and record.row >= 0:
-            blocks.put(Uint32, record.key_gates + Int64(t * (2 * HEAD_DIM) + 2 * pair) * 2, rounded)
+            blocks.put(Uint32, key + t * (4 * HEAD_DIM), rounded)
     if const_expr(P.layout == "rows"):
-        split.roll_window(past, x, M, window, pair, part, P)
+        roll_window(words, M, window, task, P)
+
+
+@cute.jit
+def take_history(words: cute.Tensor, M: cutlass.Constexpr, window: Window, task: Int32) -> None:
+    """Entries start .. start+2 of two channels of a window that is copied whole, a word for each."""
+    entries = window.channel_stride
+    place = 2 * task * entries + window.start
+    values = cute.make_tensor(
+        cute.recast_ptr(words.iterator, dtype=BFloat16), cute.make_layout((2, _HISTORY), stride=(1, 2))
+    )
+    for i in range_constexpr(2):
+        for e in range_constexpr(_HISTORY):
+            values[i, e] = M.window[place + i * entries + e]
+
+
+@cute.jit
+def roll_window(words: cute.Tensor, M: cutlass.Constexpr, window: Window, task: Int32, P: cutlass.Constexpr) -> None:
+    """The last two entries of the history, then the inputs, as the first entries of two channels.
+
+    words   both channels of an entry: three of history, then the inputs
+    """
+    entries = window.channel_stride
+    rolled = P.tokens + 2
+    if entries == rolled:
+        # The two channels are all of `rolled` neighbouring words.
+        width = 2 - P.tokens % 2
+        packed = cute.make_rmem_tensor(rolled, Uint32)
+        for w in range_constexpr(rolled):
+            first, second = 2 * w, 2 * w + 1
+            low, high = words[1 + first % rolled], words[1 + second % rolled]
+            low = low // 65536 if const_expr(first >= rolled) else low & Uint32(0xFFFF)
+            high = high & Uint32(0xFFFF0000) if const_expr(second >= rolled) else (high & Uint32(0xFFFF)) * 65536
+            packed[w] = low | high
+        source = cute.make_tensor(packed.iterator, cute.make_layout((width, rolled // width), stride=(1, width)))
+        target = cute.make_tensor(
+            cute.recast_ptr(M.window.iterator, dtype=Uint32),
+            cute.make_layout((width, rolled // width, 3 * HEAD_DIM // 2), stride=(1, width, rolled)),
+        )
+        for piece in range_constexpr(rolled // width):
+            cute.autovec_copy(source[None, piece], target[None, piece, task])
+    else:
+        place = 2 * task * entries
+        values = cute.make_tensor(
+            cute.recast_ptr(words.iterator, dtype=BFloat16), cute.make_layout((2, 1 + rolled), stride=(1, 2))
+        )
+        for i in range_constexpr(2):
+            for e in range_constexpr(rolled):
+                M.window[place + i * entries + e] = values[i, 1 + e]
 
 
 @cute.jit
@@ -606,32 +666,33 @@ def solve(
 
 
 @cute.jit
-def copy_state(
+def copy_line(
     cells: Int32,
     page: Int64,
-    group: cutlass.Constexpr,
+    line: Int32,
     warp: Int32,
     lane: Int32,
     policy: Int64,
     hinted: cutlass.Constexpr,
     P: cutlass.Constexpr,
 ) -> None:
-    """Ask for a group's cells of this thread, by cp.async.
+    """Ask for a line of the warp's rows, by cp.async.
 
-    cells   shared address of its first cell; the same cell of the 32 * WARPS threads lies side by side
+    cells   16 * thread behind the shared address of the line's LINE_BYTES, which is a multiple of 128
     page    address of the item's state
     policy  of the L2 cache, if hinted
+
+    Rows 4j .. 4j + 3 of the warp lie together. The halves of a line change places in rows 2 and 3 of them, so that a
+    quarter of a warp reads cells of its two rows without bank conflicts.
     """
     row_bytes = HEAD_DIM * P.item_bytes
-    source = page + Int64((16 * warp + lane // 4 * 2) * row_bytes + lane % 4 * 16)
-    count = P.row_cells // GROUPS
-    for c in range_constexpr(group * count, (group + 1) * count):
-        for row in range_constexpr(2):
-            target = cells + (2 * c + row) * (32 * WARPS * 16)
-            if const_expr(hinted):
-                blocks.copy_async_hinted(target, source + (row * row_bytes + c * 64), 16, policy)
-            else:
-                blocks.copy_async(target, source + (row * row_bytes + c * 64), 16)
+    source = page + (Int64((16 * warp + lane // 8) * row_bytes + lane % 8 * 16) + line * 128)
+    target = cells + ((lane ^ (lane // 16 * 4)) - lane) * 16
+    for j in range_constexpr(4):
+        if const_expr(hinted):
+            blocks.copy_async_hinted(target + j * (32 * WARPS * 16), source + j * (4 * row_bytes), 16, policy)
+        else:
+            blocks.copy_async(target + j * (32 * WARPS * 16), source + j * (4 * row_bytes), 16)
 
 
 @cute.jit
@@ -643,23 +704,34 @@ def accumulators(P: cutlass.Constexpr) -> cute.Tensor:
 
 
 @cute.jit
-def multiply_staged(
+def multiply_line(
+    sums: cute.Tensor, cells: Int32, s_fragments: cute.Tensor, line: Int32, lane: Int32, P: cutlass.Constexpr
+) -> None:
+    """Add the products of a line of the warp's rows, for which each of its lanes has waited. cells: as `copy_line`."""
+    arch.sync_warp()
+    for half in range_constexpr(2):
+        _multiply_half(sums, cells, s_fragments, 2 * line + half, half, lane, P)
+
+
+@cute.jit
+def _multiply_half(
     sums: cute.Tensor,
     cells: Int32,
     s_fragments: cute.Tensor,
-    group: cutlass.Constexpr,
+    cell: Int32,
+    half: cutlass.Constexpr,
     lane: Int32,
     P: cutlass.Constexpr,
 ) -> None:
-    """Add the products of a group that `copy_state` brought, of this thread's warp."""
-    count = P.row_cells // GROUPS
-    for c in range_constexpr(group * count, (group + 1) * count):
-        x = cute.make_rmem_tensor(4, Uint32)
-        y = cute.make_rmem_tensor(4, Uint32)
-        for row in range_constexpr(2):
-            source = cute.make_ptr(Uint32, cells + (2 * c + row) * (32 * WARPS * 16), SMEM, assumed_align=16)
-            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), y if const_expr(row == 1) else x)
-        multiply_cell(sums, x, y, s_fragments, c, lane, P)
+    """Add the products of half of a line, which is one cell of each of the thread's rows."""
+    g, t = lane // 4, lane % 4
+    first = cells + (g // 2 * (32 * WARPS * 16) - 16 * lane + g % 2 * 256 + (g % 2 ^ half) * 64 + t * 16)
+    x = cute.make_rmem_tensor(4, Uint32)
+    y = cute.make_rmem_tensor(4, Uint32)
+    for row in range_constexpr(2):
+        source = cute.make_ptr(Uint32, first + row * 128, SMEM, assumed_align=16)
+        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), y if const_expr(row == 1) else x)
+    multiply_cell(sums, x, y, s_fragments, cell, lane, P)
 
 
 @cute.jit
@@ -668,7 +740,7 @@ def multiply_cell(
     x: cute.Tensor,
     y: cute.Tensor,
     s_fragments: cute.Tensor,
-    cell: cutlass.Constexpr,
+    cell: Int32,
     lane: Int32,
     P: cutlass.Constexpr,
 ) -> None:
@@ -796,7 +868,7 @@ def store_corrections(u: tuple[Float32, ...], address: Int64, warp: Int32, lane:
 def store_squares(o: cute.Tensor, s_sums: cute.Tensor, warp: Int32, lane: Int32, P: cutlass.Constexpr) -> None:
     """Sums of squares over the warp's rows of the lane's two tokens, o rounded, in the order of `values`.
 
-    s_sums   [slots, WARPS] f32
+    s_sums   [slots, WARPS] f32; the halves of tokens 4.. change places, so that no banks conflict
     """
     first = o[0] * o[0] + o[2] * o[2]
     second = o[1] * o[1] + o[3] * o[3]
@@ -811,7 +883,8 @@ def store_squares(o: cute.Tensor, s_sums: cute.Tensor, warp: Int32, lane: Int32,
         holds = holds and lane % 4 >= 2
     squares = cute.make_tensor(s_sums.iterator, cute.make_layout((WARPS, P.slots)))
     if holds:
-        squares[warp, first_token(lane, P) + lane // 16] = kept
+        token = first_token(lane, P) + lane // 16
+        squares[warp ^ (token // 4 * 4), token] = kept
 
 
 @cute.jit
@@ -855,7 +928,7 @@ def store_outputs(
     for side in range_constexpr(2):
         part = cute.make_rmem_tensor((4, 2), Float32)
         for half in range_constexpr(2):
-            cute.autovec_copy(sums[None, half, token + side], part[None, half])
+            cute.autovec_copy(sums[None, half ^ (token // 4), token + side], part[None, half])
         total = ((part[0, 0] + part[1, 0]) + (part[2, 0] + part[3, 0])) + (
             (part[0, 1] + part[1, 1]) + (part[2, 1] + part[3, 1])
         )

@@ -8,13 +8,15 @@ key_gates   [rows, heads, Q, 256]          bf16, written (record)
 out         [requests * tokens, D]         bf16
 
 CTA r of a cluster owns rows, channels and gate features r*128/split .. of its item:
-  load       slot; weights, window (cp.async); state rows (LDG, in flight until the recurrence); PDL wait; projection
-  gate       its gate features of all tokens: FP32 dot products, or tensor cores
-  convolve   its channels of q, k, v of all tokens
-  exchange   unnormalized q and k and the decays go to every CTA by st.async, on one mbarrier per CTA
-  recurrence token by token over its state rows. Norms are deferred: with W = S' k and Y = S' q for the decayed S',
+  load       slot; weights and projection (cp.async), without awaiting it; then window (cp.async) and state rows (LDG or
+             cp.async, in flight until the recurrence). In a chain the projection comes last, behind the PDL wait
+  gate       its gate features of all tokens, FP32 dot products or tensor cores, while the window is on its way
+  convolve   its channels of q, k, v of all tokens; a warp copies, rolls and stores the window of its own 64 channels
+  exchange   decays and unnormalized q and k go to every CTA by st.async, on one mbarrier each
+  recurrence token by token over its state rows. Norms are deferred: with S' = S d, W = S' k and Y = S' q
                u = beta (v - W rk),  o = Y rq + u (k.q) rk rq,  S = S' + u rk k,  rk and rq the inverse norms
-             so no norm is awaited before the products, and o not for the updated state
+             so no norm is awaited before the products, and o not for the updated state. One token's state decays
+             before q and k are there
   normalize  RMSNorm; sums of squares go to every CTA by st.async
 No CTA leaves before it has received all that its peers send, so none is written to after its end.
 Source: docs/operation.md, "The mathematics, per item".
@@ -25,6 +27,8 @@ Source: docs/operation.md, "The mathematics, per item".
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import cutlass
@@ -32,19 +36,27 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from kda_kernels import blocks, cubin
+from kda_kernels import arguments, blocks, cubin
+from kda_kernels.arguments import Arguments
 from kda_kernels.gpu import Gpu
 from kda_kernels.operands import StepOperands
 from kdabench.problem import CONV_WIDTH, HEAD_DIM, Problem, ceil_div
 
 KERNELS = ("kda_split",)
-SOURCES = ("split.py", "blocks.py", "cubin.py")
+SOURCES = ("split.py", "split_chunked.py", "chunked.py", "arguments.py", "blocks.py", "cubin.py")
 
 SPLITS = (1, 2, 4, 8)
 _HISTORY = CONV_WIDTH - 1
 _UNIT = 8  # bf16 elements of a 16-byte copy
+_ALIGNMENT = 128
+"""Of shared memory that cp.async fills: where source and target differ modulo 128, lines are written in pieces, and
+modulo 32 also fetched twice."""
+_WARP_CHANNELS = 64
+"""Channels that a warp convolves, two per lane."""
 _KEY_EPS = 1e-6
 
+_DECAYS, _CHANNELS, _SQUARES = range(3)
+"""mbarriers of a CTA of a cluster: for what the others send."""
 
 arch = cute.arch
 GMEM = cutlass.AddressSpace.gmem
@@ -67,7 +79,10 @@ class Spec:
     streamable         16-byte copies of projection and window (docs/operation.md, "Streamable"); False: by element
     conv_weight_dtype  of convolution weight and bias
     window             most entries of a dim-first window that is copied whole; None: those of the problem
-    pdl                programmatic dependent launch
+    spin               what other CTAs send is polled for, not slept for
+    form               recurrence; chunked: `kda_kernels.split_chunked`, records only
+    terms              BF16 terms of vectors in form chunked; 1 is for BF16 state
+    pdl                programmatic dependent launch: all but the projection is asked for before its wait
     """
 
     split: int = 1
@@ -81,13 +96,16 @@ class Spec:
     streamable: bool = True
     conv_weight_dtype: Literal["fp32", "bf16"] = "fp32"
     window: int | None = None
+    spin: bool = False
+    form: Literal["recurrence", "chunked"] = "recurrence"
+    terms: int = 2
     pdl: bool = False
 
 
 @dataclass(frozen=True)
 class Compiled:
     binary: cubin.Binary
-    plan: Plan
+    plan: Any  # what `plan` gives
     pdl: bool
 
     @property
@@ -118,6 +136,8 @@ class Plan:
     late: bool
     streamable: bool
     weight_dtype: str
+    spin: bool
+    pdl: bool
 
     @property
     def dtype(self) -> Any:
@@ -192,6 +212,13 @@ class Plan:
         return ceil_div(self.tokens, self.token_groups)
 
     @property
+    def younger_groups(self) -> int:
+        """Groups of copies that may be in flight when weights and projection must be there: window, staged state."""
+        if self.pdl:
+            return 0
+        return 2 if self.staging == "shared" and not self.late else 1
+
+    @property
     def history(self) -> int:
         """Entries kept in front of the inputs: the window's last three, unless it is copied whole."""
         return 0 if self.layout == "rows" else _HISTORY
@@ -249,10 +276,13 @@ class Plan:
             sizes += [16 * tokens, 2 * rows * tokens]
         if self.staging == "shared":
             sizes.append(rows * HEAD_DIM * self.item_bytes)
-        return sum(16 * ceil_div(n, 16) for n in (*sizes, 16))
+        return sum(_ALIGNMENT * ceil_div(n, _ALIGNMENT) for n in sizes) + 32
 
 
-def plan(problem: Problem, spec: Spec) -> Plan:
+def plan(problem: Problem, spec: Spec) -> Any:
+    """Plan, or that of the module of form chunked: an `arguments.Rules` with threads, split and smem_bytes."""
+    if spec.form == "chunked":
+        return _chunked().plan(problem, spec)
     layout: Literal["rows", "taps", "any"] = "any"
     if spec.streamable:
         layout = "rows" if problem.conv_layout == "dim-first" else "taps"
@@ -273,7 +303,14 @@ def plan(problem: Problem, spec: Spec) -> Plan:
         late=spec.state_late,
         streamable=spec.streamable,
         weight_dtype=spec.conv_weight_dtype,
+        spin=spec.spin,
+        pdl=spec.pdl,
     )
+
+
+def _chunked() -> ModuleType:
+    """The module of form chunked, which imports this one."""
+    return import_module("kda_kernels.split_chunked")
 
 
 def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
@@ -287,20 +324,31 @@ def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
         ("staging", spec.staging, ("registers", "shared")),
         ("gate_mode", spec.gate_mode, (0, 1, 2)),
         ("conv_weight_dtype", spec.conv_weight_dtype, ("fp32", "bf16")),
+        ("form", spec.form, ("recurrence", "chunked")),
+        ("terms", spec.terms, (1, 2)),
     ):
         if value not in allowed:
             return f"{name}={value!r} is not one of {', '.join(map(str, allowed))}"
     if spec.evict and spec.staging != "shared":
         return "evict: only with staging=shared"
+    if spec.spin and spec.split == 1:
+        return "spin: only with split > 1"
+    if spec.terms == 1 and (spec.form != "chunked" or problem.state_dtype != "bf16"):
+        return "terms=1: only for BF16 state in form chunked"
     if spec.window is not None and not problem.tokens + 2 <= spec.window <= 16:
         return f"window={spec.window} must lie in {problem.tokens + 2}..16"
     if problem.requests > 65_535:
         return f"requests={problem.requests}: the grid takes at most 65535"
+    if spec.form == "chunked":
+        reason: str | None = _chunked().unsupported(problem, spec, gpu)
+        return reason
     p = plan(problem, spec)
     if p.warp_rows < max(p.step, 2):
         return f"split={p.split} threads={p.threads} lanes_per_row={p.lanes}: fewer than {max(p.step, 2)} rows per warp"
     if p.state_registers > 64:
         return f"split={p.split} threads={p.threads}: {p.state_registers} state values per thread exceed 64"
+    if p.tokens > 1 and p.state_registers > 32 and p.ctas_per_sm * p.threads >= 512 and gpu.arch != "sm_90a":
+        return f"split={p.split} threads={p.threads}: windows spill with {p.state_registers} state values per thread"
     if p.gate_mode != 2 and p.rows // 16 > p.warps:
         return f"gate_mode={p.gate_mode}: {p.rows} features need {p.rows // 16} warps"
     if p.smem_bytes > gpu.smem_per_block:
@@ -315,152 +363,39 @@ def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
         raise ValueError(f"KdaSplit: {reason}")
     p = plan(problem, spec)
     binary = cubin.build(
-        _host, lambda: _arguments(p), arch=gpu.arch, threads=p.threads, cluster=p.split, sources=SOURCES, choices=p
+        _host if spec.form == "recurrence" else _chunked().host,
+        lambda: (arguments.placeholder(), p),
+        arch=gpu.arch,
+        threads=p.threads,
+        cluster=p.split,
+        sources=SOURCES,
+        choices=p,
     )
     return Compiled(binary, p, spec.pdl)
 
 
 def launch(compiled: Compiled, operands: StepOperands, stream: int) -> None:
     """Enqueue one step. Raises ValueError, naming the operand, for operands that the compiled kernel can't take."""
-    o, p = operands, compiled.plan
-    _check(p, o)
-    heads, D = o.A_log.shape[0], o.dt_bias.shape[0]
-    requests = o.slots.shape[0]
-    tensors = (
-        o.projected,
-        o.conv_weight,
-        o.conv_bias,
-        o.conv_state,
-        o.f_b,
-        o.A_log,
-        o.dt_bias,
-        o.norm_weight,
-        o.state,
-        o.slots,
-        o.accepted,
-        o.corrections,
-        o.key_gates,
-        o.record_rows,
-        o.out,
-    )
-    addresses = [0 if t is None else t.data_ptr() for t in tensors]
-    record_tokens, corrections_stride, key_gates_stride = 0, 0, 0
-    if o.corrections is not None and o.key_gates is not None:
-        record_tokens = o.corrections.shape[2]
-        corrections_stride, key_gates_stride = o.corrections.stride(0), o.key_gates.stride(0)
-    assert o.lower_bound is not None
-    assert heads * HEAD_DIM == D
-    values = (
-        *addresses,
-        o.projected.stride(0),
-        *o.conv_state.stride(),
-        o.state.stride(0),
-        o.slots.stride(0),
-        corrections_stride,
-        key_gates_stride,
-        record_tokens,
-        heads,
-        o.lower_bound,
-        o.scale,
-        o.eps,
-    )
-    cubin.launcher(compiled.binary).launch((p.split * heads, requests, 1), values, stream, compiled.pdl)
-
-
-def _check(p: Plan, o: StepOperands) -> None:
-    def refuse(name: str, rule: str) -> None:
-        tensor = getattr(o, name)
-        about = "" if tensor is None else f" ({tensor.dtype}, {tuple(tensor.shape)}, strides {tensor.stride()})"
-        raise ValueError(f"{name}{about} {rule}")
-
-    if o.lower_bound is None:
-        raise ValueError("lower_bound is None: KdaSplit needs a bounded gate")
-    bf16, f32 = "torch.bfloat16", "torch.float32"
-    weight = f32 if p.weight_dtype == "fp32" else bf16
-    dtypes = {
-        "projected": bf16,
-        "conv_weight": weight,
-        "conv_state": bf16,
-        "f_b": bf16,
-        "A_log": f32,
-        "dt_bias": f32,
-        "norm_weight": f32,
-        "state": f32 if p.state_dtype == "fp32" else bf16,
-        "slots": "torch.int32",
-        "out": bf16,
-    }
-    if o.conv_bias is not None:
-        dtypes["conv_bias"] = weight
-    if p.kind == "spec":
-        dtypes["accepted"] = "torch.int32"
-    if p.kind == "record":
-        dtypes |= {"corrections": f32, "key_gates": bf16, "record_rows": "torch.int32"}
-    for name, dtype in dtypes.items():
-        tensor = getattr(o, name)
-        if tensor is None or str(tensor.dtype) != dtype:
-            refuse(name, f"must be {dtype} for the compiled kernel")
-    strided = ("projected", "conv_state", "state", "slots", "corrections", "key_gates")
-    for name in dtypes:
-        tensor = getattr(o, name)
-        if name not in strided and not tensor.is_contiguous():
-            refuse(name, "must be contiguous")
-        if name in ("conv_weight", "conv_bias", "f_b", "dt_bias", "norm_weight") and tensor.data_ptr() % 16:
-            refuse(name, "must start at a multiple of 16 bytes")
-    for name in ("state", "corrections", "key_gates"):
-        if name in dtypes and not getattr(o, name)[0].is_contiguous():
-            refuse(name, "must be dense but for its leading stride")
-    if o.state.data_ptr() % 16 or o.state.stride(0) * p.item_bytes % 16:
-        refuse("state", "must have 16-byte aligned pages")
-    if p.kind == "record":
-        for name, nbytes in (("corrections", 16), ("key_gates", 4)):
-            tensor = getattr(o, name)
-            if tensor.data_ptr() % nbytes or tensor.stride(0) * tensor.element_size() % nbytes:
-                refuse(name, f"must have {nbytes}-byte aligned rows")
-    if o.out.data_ptr() % 8:
-        refuse("out", "must start at a multiple of 8 bytes")
-    if o.projected.stride(1) != 1:
-        refuse("projected", "must have contiguous rows")
-    tokens = 1 if o.slots.ndim == 1 else o.slots.shape[1]
-    if tokens != (p.tokens if p.kind == "spec" else 1):
-        refuse("slots", f"doesn't fit kind {p.kind} with {p.tokens} tokens")
-    if tokens > 1 and o.slots.stride(1) != 1:
-        refuse("slots", "must have contiguous rows")
-    if o.projected.shape[0] != o.slots.shape[0] * p.tokens:
-        refuse("projected", f"must have {p.tokens} rows per request")
-    if p.kind == "record" and o.corrections is not None and o.corrections.shape[2] < p.tokens:
-        refuse("corrections", f"must hold {p.tokens} tokens")
-    _check_window(p, o, refuse)
-
-
-def _check_window(p: Plan, o: StepOperands, refuse: Any) -> None:
-    slot, channel, tap = o.conv_state.stride()
-    entries = o.conv_state.shape[2]
-    if entries < p.tokens + 2:
-        refuse("conv_state", f"must have at least {p.tokens + 2} entries")
-    if not p.streamable:
-        return
-    if o.projected.data_ptr() % 16 or o.projected.stride(0) % _UNIT:
-        refuse("projected", "must have 16-byte aligned rows: compile with streamable=False")
-    if o.conv_state.data_ptr() % 16 or slot % _UNIT:
-        refuse("conv_state", "must have 16-byte aligned slots: compile with streamable=False")
-    if p.layout == "rows" and not (tap == 1 and channel == entries and entries <= p.window):
-        refuse("conv_state", f"must be dim-first with at most {p.window} entries for the compiled kernel")
-    if p.layout == "taps" and not (channel == 1 and tap % _UNIT == 0):
-        refuse("conv_state", "must be window-major with 16-byte aligned entries for the compiled kernel")
+    if isinstance(compiled.plan, Plan):
+        arguments.check("KdaSplit", compiled.plan, operands)
+    else:
+        _chunked().check(compiled.plan, operands)
+    grid = (compiled.plan.split * operands.A_log.shape[0], operands.slots.shape[0], 1)
+    cubin.launcher(compiled.binary).launch(grid, arguments.values(operands), stream, compiled.pdl)
 
 
 @dataclass(frozen=True)
 class Shared:
     """A CTA's shared memory."""
 
-    gate_weight: Any  # [rows, K] bf16, units swizzled by row
+    gate_weight: Any  # [rows, K] bf16; for tensor cores units are swizzled by row
     taps: Any  # [3, 4, rows]
     bias: Any  # [3, rows]
     dt_bias: Any  # [rows]
     norm_weight: Any  # [rows]
     A_log: Any  # [1]
     x: Any  # [history + tokens, 3, rows] bf16
-    f_a: Any  # [tokens, K] bf16, units swizzled by token
+    f_a: Any  # [tokens, K] bf16; for tensor cores units are swizzled by token
     out_gate: Any  # [tokens, rows] bf16
     beta: Any  # [tokens, 2] bf16, of an even head and its neighbour
     vectors: Any  # [tokens, 3, K] q, k, decay; then [tokens, rows] v
@@ -469,7 +404,7 @@ class Shared:
     factors: Any  # [tokens, 4], windows only
     o: Any  # [tokens, rows] bf16, windows only
     state: Any  # `stage_layout`, staged only
-    barriers: Any  # mbarriers of the vectors and of the sums
+    barriers: Any  # mbarriers
 
 
 class Place(NamedTuple):
@@ -501,87 +436,21 @@ class Record(NamedTuple):
     corrections: Int64
 
 
-def _arguments(p: Plan) -> tuple[Any, ...]:
-    strides = (Int64(0), Int64(0), Int32(0), Int32(0), Int64(0), Int32(0), Int64(0), Int64(0))
-    return (*(Int64(0),) * 15, *strides, Int32(0), Int32(1), Float32(-5), Float32(1), Float32(1e-5), p)
-
-
 @cute.jit
-def _host(
-    projected: Int64,
-    conv_weight: Int64,
-    conv_bias: Int64,
-    conv_state: Int64,
-    f_b: Int64,
-    A_log: Int64,
-    dt_bias: Int64,
-    norm_weight: Int64,
-    state: Int64,
-    slots: Int64,
-    accepted: Int64,
-    corrections: Int64,
-    key_gates: Int64,
-    record_rows: Int64,
-    out: Int64,
-    pitch: Int64,
-    conv_stride: Int64,
-    channel_stride: Int32,
-    tap_stride: Int32,
-    state_stride: Int64,
-    slots_stride: Int32,
-    corrections_stride: Int64,
-    key_gates_stride: Int64,
-    record_tokens: Int32,
-    heads: Int32,
-    lower_bound: Float32,
-    scale: Float32,
-    eps: Float32,
-    P: cutlass.Constexpr,
-) -> None:
-    # fmt: off
-    kda_split(
-        projected, conv_weight, conv_bias, conv_state, f_b, A_log, dt_bias, norm_weight, state, slots, accepted,
-        corrections, key_gates, record_rows, out, pitch, conv_stride, channel_stride, tap_stride, state_stride,
-        slots_stride, corrections_stride, key_gates_stride, record_tokens, heads, lower_bound, scale, eps, P,
-    ).launch(
-        grid=(P.split, 1, 1), block=(P.threads, 1, 1), cluster=(P.split, 1, 1), min_blocks_per_mp=P.ctas_per_sm,
+def _host(A: Arguments, P: cutlass.Constexpr) -> None:
+    kda_split(A, P).launch(
+        grid=(P.split, 1, 1),
+        block=(P.threads, 1, 1),
+        cluster=(P.split, 1, 1),
+        min_blocks_per_mp=P.ctas_per_sm,
         preferred_smem_carveout=100,
     )
-    # fmt: on
 
 
 @cute.kernel
-def kda_split(
-    projected: Int64,
-    conv_weight: Int64,
-    conv_bias: Int64,
-    conv_state: Int64,
-    f_b: Int64,
-    A_log: Int64,
-    dt_bias: Int64,
-    norm_weight: Int64,
-    state: Int64,
-    slots: Int64,
-    accepted: Int64,
-    corrections: Int64,
-    key_gates: Int64,
-    record_rows: Int64,
-    out: Int64,
-    pitch: Int64,
-    conv_stride: Int64,
-    channel_stride: Int32,
-    tap_stride: Int32,
-    state_stride: Int64,
-    slots_stride: Int32,
-    corrections_stride: Int64,
-    key_gates_stride: Int64,
-    record_tokens: Int32,
-    heads: Int32,
-    lower_bound: Float32,
-    scale: Float32,
-    eps: Float32,
-    P: cutlass.Constexpr,
-) -> None:
+def kda_split(A: Arguments, P: cutlass.Constexpr) -> None:
+    if const_expr(P.split > 1):
+        blocks.declare_cluster(P.split)
     tid, _, _ = arch.thread_idx()
     column, request, _ = arch.block_idx()
     rank, head = column % P.split, column // P.split
@@ -591,97 +460,91 @@ def kda_split(
     # The slot must be the first load: behind the copies it comes back a microsecond later.
     # One load for all a request's numbers, so that none shares a scoreboard with the state, and is waited for with it:
     # slots on the first lanes, then accepted or the record row.
-    table = slots + Int64(request) * slots_stride * 4
+    table = A.slots + Int64(request) * A.slots_stride * 4
     slot_count = P.tokens if const_expr(P.kind == "spec") else 1
     if const_expr(P.kind != "decode"):
         if lane < slot_count:
             table += Int64(lane) * 4
         else:
-            table = (accepted if const_expr(P.kind == "spec") else record_rows) + Int64(request) * 4
+            table = (A.accepted if const_expr(P.kind == "spec") else A.record_rows) + Int64(request) * 4
     mine = blocks.at(Int32, table, Int32(0))
 
     M = allocate(P)
     if const_expr(P.split > 1):
-        if tid == 0:
-            arch.mbarrier_init(M.barriers, 1)
-            arch.mbarrier_init(M.barriers + 1, 1)
-            arch.mbarrier_init_fence()
-        arch.sync_warp()
-        if tid == 0:
-            arch.mbarrier_arrive_and_expect_tx(M.barriers, P.tokens * (3 * HEAD_DIM + P.rows) * 4)
-            arch.mbarrier_arrive_and_expect_tx(M.barriers + 1, P.tokens * P.norm_slots * 4)
-        arch.cluster_arrive_relaxed()
+        join_cluster(M, tid, P)
+    at = Place(tid, warp, lane, rank, head, head * HEAD_DIM + rank * P.rows, A.heads * HEAD_DIM)
+    inputs = A.projected + Int64(request * P.tokens) * A.pitch * 2
+    results = A.out + (Int64(request * P.tokens) * at.D + at.channel) * 2
+    load_weights(M, A.conv_weight, A.conv_bias, A.f_b, A.A_log, A.dt_bias, A.norm_weight, at, P)
+    if const_expr(P.split > 1):
+        arch.cluster_wait()
+    if const_expr(not P.pdl):
+        load_projection(M, inputs, A.pitch, at, P)
+        arch.cp_async_commit_group()
 
-    at = Place(tid, warp, lane, rank, head, head * HEAD_DIM + rank * P.rows, heads * HEAD_DIM)
-    load_weights(M, conv_weight, conv_bias, f_b, A_log, dt_bias, norm_weight, at, P)
-    page, read, start, row = mine, mine, Int32(0), Int32(-1)
-    if const_expr(P.kind != "decode"):
-        page = arch.shuffle_sync(mine, 0)
-        read = page
+    # By shuffle, even where all lanes hold it: the compiler would move a number known to be uniform to a uniform
+    # register as soon as it is loaded, and so wait for it before the copies.
+    page = arch.shuffle_sync(mine, 0)
+    read, start, row = page, Int32(0), Int32(-1)
     if const_expr(P.kind == "spec"):
         start = min(max(arch.shuffle_sync(mine, slot_count) - 1, Int32(0)), Int32(P.tokens - 1))
         read = arch.shuffle_sync(mine, start)
     if const_expr(P.kind == "record"):
         row = arch.shuffle_sync(mine, slot_count)
-    inputs = projected + Int64(request * P.tokens) * pitch * 2
-    results = out + (Int64(request * P.tokens) * at.D + at.channel) * 2
     if page > 0 and read > 0:
-        window = Window(conv_state + Int64(page) * conv_stride * 2, channel_stride, tap_stride, start)
+        window = Window(A.conv_state + Int64(page) * A.conv_stride * 2, A.channel_stride, A.tap_stride, start)
         load_window(M, window, at, P)
-        pages = state + Int64(head * (HEAD_DIM * HEAD_DIM) + thread_offset(at, P)) * P.item_bytes
-        page_bytes = state_stride * P.item_bytes
+        if const_expr(not P.pdl):
+            arch.cp_async_commit_group()
+        pages = A.state + Int64(head * (HEAD_DIM * HEAD_DIM) + thread_offset(at, P)) * P.item_bytes
+        page_bytes = A.state_stride * P.item_bytes
         raw = cute.make_rmem_tensor((P.vector, P.chunks, P.thread_rows), P.dtype)
-        if const_expr(P.staging == "registers" and not P.late):
-            load_state(raw, pages + Int64(read) * page_bytes, P)
+        if const_expr(not P.late):
+            ask_state(raw, M, pages + Int64(read) * page_bytes, at, P)
         arch.griddepcontrol_wait()
         arch.griddepcontrol_launch_dependents()
-        load_projection(M, inputs, pitch, at, P)
-        arch.cp_async_commit_group()
-        if const_expr(P.staging == "shared" and not P.late):
-            stage_state(M, pages + Int64(read) * page_bytes, at, P)
+        if const_expr(P.pdl):
+            load_projection(M, inputs, A.pitch, at, P)
             arch.cp_async_commit_group()
-            arch.cp_async_wait_group(1)
-        else:
-            arch.cp_async_wait_group(0)
+
+        arch.cp_async_wait_group(P.younger_groups)
         arch.sync_threads()
         if const_expr(P.late):
-            if const_expr(P.staging == "registers"):
-                load_state(raw, pages + Int64(read) * page_bytes, P)
-            else:
-                stage_state(M, pages + Int64(read) * page_bytes, at, P)
-                arch.cp_async_commit_group()
-
-        if const_expr(P.split > 1):
-            arch.cluster_wait()
-        entry = head * record_tokens
+            ask_state(raw, M, pages + Int64(read) * page_bytes, at, P)
+        entry = head * A.record_tokens
         own = warp * P.warp_rows + P.step * (lane % P.lanes // P.copies) + lane // P.lanes  # row of this lane's sums
         record = Record(
             row,
-            key_gates + (Int64(row) * key_gates_stride + Int64(entry) * (2 * HEAD_DIM)) * 2,
-            corrections + (Int64(row) * corrections_stride + Int64(entry) * HEAD_DIM) * 4,
+            A.key_gates + (Int64(row) * A.key_gates_stride + Int64(entry) * (2 * HEAD_DIM)) * 2,
+            A.corrections + (Int64(row) * A.corrections_stride + Int64(entry) * HEAD_DIM) * 4,
         )
-        gate(M, lower_bound, record, at, P)
+        gate(M, A.lower_bound, record, at, P)
+        arch.cp_async_wait_group(1 if const_expr(P.staging == "shared") else 0)
+        arch.sync_warp()
         convolve(M, window, record, at, P)
-        if const_expr(P.split > 1):
-            arch.mbarrier_wait(M.barriers, 0)
-        else:
-            arch.sync_threads()
+        arch.sync_warp()
+        store_window(M, window, at, P)
 
         if const_expr(P.staging == "shared"):
             arch.cp_async_wait_group(0)
             unstage_state(raw, M, at, P)
+        if const_expr(P.split > 1):
+            wait(M, _DECAYS, P)
+        else:
+            arch.sync_threads()
         S = cute.make_rmem_tensor((P.vector, P.chunks, P.thread_rows), Float32)
         if const_expr(P.tokens == 1):
             S.store(raw.load().to(Float32))
-            o = decode(S, M, scale, pages + Int64(page) * page_bytes, own, at, P)
-            if const_expr(P.split > 1 and P.layout == "rows"):
-                arch.sync_threads()
-            store_window(M, window, at, P)
-            normalize_decode(o, M, eps, results, own, at, P)
+            decay(S, columns(M, 2, Int32(0), at, P), P)
+            if const_expr(P.split > 1):
+                wait(M, _CHANNELS, P)
+            o = decode(S, M, A.scale, pages + Int64(page) * page_bytes, own, at, P)
+            normalize_decode(o, M, A.eps, results, own, at, P)
         else:
-            factors(M, scale, at, P)
+            if const_expr(P.split > 1):
+                wait(M, _CHANNELS, P)
+            factors(M, A.scale, at, P)
             arch.sync_threads()
-            store_window(M, window, at, P)
             S.store(raw.load().to(Float32))
             recurrence(S, M, mine, pages, page_bytes, own, at, P)
             arch.sync_threads()
@@ -689,17 +552,39 @@ def kda_split(
             column, request = blocks.special("%ctaid.x"), blocks.special("%ctaid.y")
             tid = blocks.special("%tid.x")
             rank, head = column % P.split, column // P.split
-            at = Place(tid, tid // 32, tid % 32, rank, head, head * HEAD_DIM + rank * P.rows, heads * HEAD_DIM)
-            results = out + (Int64(request * P.tokens) * at.D + at.channel) * 2
-            normalize(M, eps, results, record, at, P)
+            at = Place(tid, tid // 32, tid % 32, rank, head, head * HEAD_DIM + rank * P.rows, A.heads * HEAD_DIM)
+            results = A.out + (Int64(request * P.tokens) * at.D + at.channel) * 2
+            normalize(M, A.eps, results, record, at, P)
     else:
         arch.cp_async_commit_group()
         arch.cp_async_wait_group(0)
         arch.griddepcontrol_wait()
         arch.griddepcontrol_launch_dependents()
         store_zeros(results, at, P)
-        if const_expr(P.split > 1):
-            arch.cluster_wait()
+
+
+@cute.jit
+def join_cluster(M: cutlass.Constexpr, tid: Int32, P: cutlass.Constexpr) -> None:
+    """Prepare this CTA's mbarriers for what all CTAs send, and say so; to be followed by a wait for the others."""
+    received = (P.tokens * HEAD_DIM, P.tokens * (2 * HEAD_DIM + P.rows), P.tokens * P.norm_slots)
+    if tid == 0:
+        for i in range_constexpr(len(received)):
+            arch.mbarrier_init(M.barriers + i, 1)
+        arch.mbarrier_init_fence()
+    arch.sync_warp()
+    if tid == 0:
+        for i in range_constexpr(len(received)):
+            arch.mbarrier_arrive_and_expect_tx(M.barriers + i, received[i] * 4)
+    arch.cluster_arrive_relaxed()
+
+
+@cute.jit
+def wait(M: cutlass.Constexpr, barrier: cutlass.Constexpr, P: cutlass.Constexpr) -> None:
+    """Wait for all that the CTAs of the cluster send to one of this CTA's mbarriers."""
+    if const_expr(P.spin):
+        blocks.poll(M.barriers + barrier, 0)
+    else:
+        arch.mbarrier_wait(M.barriers + barrier, 0)
 
 
 def allocate(P: Plan) -> Shared:
@@ -707,7 +592,8 @@ def allocate(P: Plan) -> Shared:
     smem = SmemAllocator()
 
     def array(dtype: Any, layout: Any) -> Any:
-        return smem.allocate_tensor(dtype, cute.make_layout(layout), byte_alignment=16)
+        layout = cute.make_layout(layout) if isinstance(layout, (int, tuple)) else layout
+        return smem.allocate_tensor(dtype, layout, byte_alignment=_ALIGNMENT)
 
     x = array(BFloat16, (P.rows, 3, P.history + P.tokens))
     vectors = array(Float32, P.tokens * (3 * HEAD_DIM + P.rows))
@@ -728,8 +614,8 @@ def allocate(P: Plan) -> Shared:
         window=array(BFloat16, 3 * P.rows * P.window) if P.layout == "rows" else x,
         factors=array(Float32, (4, P.tokens)) if windows else None,
         o=array(BFloat16, (P.rows, P.tokens)) if windows else None,
-        state=smem.allocate_tensor(P.dtype, P.stage_layout, byte_alignment=16) if P.staging == "shared" else None,
-        barriers=smem.allocate_array(Int64, 2, byte_alignment=16),
+        state=array(P.dtype, P.stage_layout) if P.staging == "shared" else None,
+        barriers=smem.allocate_array(Int64, 4, byte_alignment=_ALIGNMENT),
     )
 
 
@@ -771,7 +657,7 @@ def copy_rows(
     total = R.outer * R.inner * R.units
     base = shared.toint()
     thread = (at.tid + (P.threads - R.first % P.threads)) % P.threads
-    if const_expr(R.outer == 1 and P.threads % (8 * R.units) == 0):
+    if const_expr(R.outer == 1 and P.threads % ((8 if R.swizzled else 1) * R.units) == 0):
         # A thread's units lie at one place of their rows, at equal distances.
         place, source = _unit_places(base, address, thread, outer_bytes, inner_bytes, R)
         distance = inner_bytes * (P.threads // R.units)
@@ -797,9 +683,12 @@ def copy_rows(
 def _unit_places(
     base: Int32, address: Int64, unit: Int32, outer_bytes: Int64, inner_bytes: Int64, R: cutlass.Constexpr
 ) -> tuple[Int32, Int64]:
-    """Shared and global address of a unit."""
+    """Shared and global address of a unit. Rows of one outer index lie within 2 GiB."""
     row, u = unit // R.units, unit % R.units
-    source = address + Int64(row // R.inner) * outer_bytes + Int64(row % R.inner) * inner_bytes + u * 16
+    inner = row % R.inner if const_expr(R.outer > 1) else row
+    source = address + Int64(inner * Int32(inner_bytes) + u * 16)
+    if const_expr(R.outer > 1):
+        source += Int64(row // R.inner) * outer_bytes
     place = unit
     if const_expr(R.swizzled):
         place = row * R.units + (u ^ (row % 8))
@@ -833,6 +722,9 @@ def load_weights(
     size = P.weight_bytes
     units, quads = P.rows * size // 16, P.rows // 4
     part_bytes, none = Int64(at.D) * size, Int64(0)
+    rows = Rows(1, P.rows, HEAD_DIM // _UNIT, swizzled=P.gate_mode != 2)
+    features = f_b + Int64(at.channel) * (2 * HEAD_DIM)
+    copy_rows(M.gate_weight.iterator, features, none, Int64(2 * HEAD_DIM), rows, at, P)
     taps = 3 * CONV_WIDTH
     used = taps * units
     copy_rows(M.taps.iterator, conv_weight + Int64(at.channel) * size, none, part_bytes, Rows(1, taps, units), at, P)
@@ -849,53 +741,73 @@ def load_weights(
     copy_rows(M.norm_weight.iterator, norm_weight + Int64(at.rank * P.rows) * 4, none, none, rows, at, P)
     if at.tid == P.threads - 1:
         blocks.copy_async(M.A_log.iterator.toint(), A_log + Int64(at.head) * 4, 4)
-    rows = Rows(1, P.rows, HEAD_DIM // _UNIT, swizzled=True)
-    features = f_b + Int64(at.channel) * (2 * HEAD_DIM)
-    copy_rows(M.gate_weight.iterator, features, none, Int64(2 * HEAD_DIM), rows, at, P)
 
 
 @cute.jit
 def load_window(M: cutlass.Constexpr, window: Window, at: Place, P: cutlass.Constexpr) -> None:
-    """rows: all entries, `[3, rows, W]`; else entries start .. start+2, `[3 entries, 3, rows]`."""
+    """rows: all entries, `[3, rows, W]`; else entries start .. start+2, `[3 entries, 3, rows]`.
+
+    A warp takes those of the channels that it convolves.
+    """
+    base = M.window.iterator.toint()
     if const_expr(P.layout == "rows"):
-        units = P.rows // _UNIT * window.channel_stride  # of one of q, k, v
-        base = M.window.iterator.toint()
-        for i in range_constexpr(ceil_div(3 * P.rows // _UNIT * P.window, P.threads)):
-            unit = at.tid + i * P.threads
-            if unit < 3 * units:
-                blocks.copy_async(base + unit * 16, _rows_unit(window, unit, units, at), 16)
-    elif const_expr(P.layout == "taps"):
-        tap_bytes = Int64(window.tap_stride) * 2
-        source = window.page + Int64(window.start) * tap_bytes + Int64(at.channel) * 2
-        rows = Rows(_HISTORY, 3, P.rows // _UNIT)
-        copy_rows(M.window.iterator, source, tap_bytes, Int64(at.D) * 2, rows, at, P)
+        for i in range_constexpr(_row_units(P)):
+            unit, inside, address = _row_unit(window, i, at, P)
+            if inside:
+                blocks.copy_async(base + unit * 16, address, 16)
     else:
-        total = _HISTORY * 3 * P.rows
-        flat = cute.make_tensor(M.window.iterator, cute.make_layout(total))
-        for i in range_constexpr(ceil_div(total, P.threads)):
-            index = at.tid + i * P.threads
-            if index < total:
-                flat[index] = blocks.at(BFloat16, _element(window, index, window.start, at, P), Int32(0))
+        for i in range_constexpr(_cells(_HISTORY, P)):
+            place, inside, address = _cell(window, window.start, _HISTORY, i, at, P)
+            if inside:
+                if const_expr(P.layout == "taps"):
+                    blocks.copy_async(base + place * 2, address, 16)
+                else:
+                    flat = cute.make_tensor(M.window.iterator, cute.make_layout(_HISTORY * 3 * P.rows))
+                    flat[place] = blocks.at(BFloat16, address, Int32(0))
+
+
+def _row_units(P: Plan) -> int:
+    """16-byte units per lane of a dim-first window."""
+    return ceil_div(_WARP_CHANNELS // _UNIT * P.window, 32)
 
 
 @cute.jit
-def _rows_unit(window: Window, unit: Int32, units: Int32, at: Place) -> Int64:
-    """Address of a unit of this CTA in a dim-first window."""
+def _row_unit(
+    window: Window, i: cutlass.Constexpr, at: Place, P: cutlass.Constexpr
+) -> tuple[Int32, cutlass.Boolean, Int64]:
+    """A lane's unit i of a dim-first window: its place in `[3, rows, W]`, whether there is one, its address."""
+    units = P.rows // _UNIT * window.channel_stride  # of one of q, k, v
+    of_warp = _WARP_CHANNELS // _UNIT * window.channel_stride
+    mine = at.lane + 32 * i
+    unit = at.warp * of_warp + mine
     part = Int32(0)
     if unit >= units:
         part = Int32(1)
     if unit >= 2 * units:
         part = Int32(2)
-    row_bytes = window.channel_stride * 2
-    return window.page + Int64(part * at.D + at.channel) * row_bytes + Int64(unit - part * units) * 16
+    address = window.page + Int64(part * at.D + at.channel) * (window.channel_stride * 2)
+    return unit, mine < of_warp and unit < 3 * units, address + Int64(unit - part * units) * 16
+
+
+def _cells(entries: int, P: Plan) -> int:
+    """Pieces per lane of entries of a window that is not dim-first: 16 bytes, or one element."""
+    piece = _UNIT if P.layout == "taps" else 1
+    return ceil_div(_WARP_CHANNELS // piece * entries, 32)
 
 
 @cute.jit
-def _element(window: Window, index: Int32, first: Int32, at: Place, P: cutlass.Constexpr) -> Int64:
-    """Address of element `index` of `[entries from first, 3, rows]` of this CTA."""
-    entry = first + index // (3 * P.rows)
-    c = index // P.rows % 3 * at.D + at.channel + index % P.rows
-    return window.page + (Int64(entry) * window.tap_stride + Int64(c) * window.channel_stride) * 2
+def _cell(
+    window: Window, first: Int32, entries: cutlass.Constexpr, i: cutlass.Constexpr, at: Place, P: cutlass.Constexpr
+) -> tuple[Int32, cutlass.Boolean, Int64]:
+    """A lane's piece i of `[entries from first, 3, rows]`: its element, whether there is one, its address."""
+    piece = _UNIT if const_expr(P.layout == "taps") else 1
+    per_entry = _WARP_CHANNELS // piece
+    mine = at.lane + 32 * i
+    entry = mine // per_entry
+    channel = at.warp * _WARP_CHANNELS + mine % per_entry * piece
+    c = channel // P.rows * at.D + at.channel + channel % P.rows
+    address = window.page + (Int64(first + entry) * window.tap_stride + Int64(c) * window.channel_stride) * 2
+    return entry * (3 * P.rows) + channel, entry < entries and channel < 3 * P.rows, address
 
 
 @cute.jit
@@ -904,7 +816,7 @@ def load_projection(M: cutlass.Constexpr, projected: Int64, pitch: Int64, at: Pl
     row_bytes, part_bytes, wide = pitch * 2, Int64(at.D) * 2, P.streamable
     mine = projected + Int64(at.channel) * 2
     f_a = projected + 4 * part_bytes
-    rows = Rows(P.tokens, 1, columns, swizzled=True, wide=wide)
+    rows = Rows(P.tokens, 1, columns, swizzled=P.gate_mode != 2, wide=wide)
     copy_rows(M.f_a.iterator, f_a, row_bytes, Int64(0), rows, at, P)
     used = P.tokens * columns
     rows = Rows(P.tokens, 3, units, wide=wide, first=used)
@@ -919,6 +831,17 @@ def load_projection(M: cutlass.Constexpr, projected: Int64, pitch: Int64, at: Pl
             blocks.copy_async(M.beta.iterator.toint() + t * 4, beta + Int64(at.head // 2) * 4, 4)
         else:
             M.beta[at.head % 2, t] = blocks.at(BFloat16, beta, at.head)
+
+
+@cute.jit
+def ask_state(raw: cute.Tensor, M: cutlass.Constexpr, address: Int64, at: Place, P: cutlass.Constexpr) -> None:
+    """Start to load this thread's part of a state page; staged, as a group of copies, unless in one with all others."""
+    if const_expr(P.staging == "registers"):
+        load_state(raw, address, P)
+    else:
+        stage_state(M, address, at, P)
+        if const_expr(P.late or not P.pdl):
+            arch.cp_async_commit_group()
 
 
 @cute.jit
@@ -1005,35 +928,39 @@ def _gate_dot(
     P: cutlass.Constexpr,
 ) -> None:
     """FP32 dot products of one token: a half-warp per feature, 8 columns per lane."""
+    # Pairs of columns: (pair of a unit, unit, row).
+    stride = (1, 4, HEAD_DIM // 2)
     weights = cute.make_tensor(
-        M.gate_weight.iterator, cute.make_layout((_UNIT, 16, P.rows), stride=(1, _UNIT, HEAD_DIM))
+        cute.recast_ptr(M.gate_weight.iterator, dtype=Uint32), cute.make_layout((4, 16, P.rows), stride=stride)
     )
-    inputs = cute.make_tensor(M.f_a.iterator, cute.make_layout((_UNIT, 16, P.tokens), stride=(1, _UNIT, HEAD_DIM)))
+    inputs = cute.make_tensor(
+        cute.recast_ptr(M.f_a.iterator, dtype=Uint32), cute.make_layout((4, 16, P.tokens), stride=stride)
+    )
     half, column = at.lane // 16, at.lane % 16
     count = P.warp_rows // 2
-    x = cute.make_rmem_tensor(_UNIT, BFloat16)
-    cute.autovec_copy(inputs[None, column ^ (t % 8), t], x)
+    x = cute.make_rmem_tensor(4, Uint32)
+    cute.autovec_copy(inputs[None, column, t], x)
     sums = cute.make_rmem_tensor(count, Float32)
     for i in range_constexpr(count):
-        feature = at.warp * P.warp_rows + 2 * i + half
-        w = cute.make_rmem_tensor(_UNIT, BFloat16)
-        cute.autovec_copy(weights[None, column ^ (feature % 8), feature], w)
+        w = cute.make_rmem_tensor(4, Uint32)
+        cute.autovec_copy(weights[None, column, at.warp * P.warp_rows + 2 * i + half], w)
         total = Float32(0)
-        for e in range_constexpr(_UNIT):
-            total += x[e].to(Float32) * w[e].to(Float32)
+        for e in range_constexpr(4):
+            total += blocks.low_half(x[e]) * blocks.low_half(w[e])
+            total += blocks.high_half(x[e]) * blocks.high_half(w[e])
         sums[i] = total
-    raw = blocks.row_sums(sums, count, 16, at.lane).to(BFloat16)
+    raw = blocks.rounded(blocks.row_sums(sums, count, 16, at.lane))
     copies = 16 // count
     feature = at.warp * P.warp_rows + 2 * (column // copies) + half
     # Lane `copy` of those that hold this feature sends it to that CTA.
     copy = column % copies
-    d = blocks.exp(blocks.log_decay(raw.to(Float32), M.dt_bias[feature], exp_A, lower_bound))
+    d = blocks.exp(blocks.log_decay(raw, M.dt_bias[feature], exp_A, lower_bound))
     place = (3 * t + 2) * HEAD_DIM + at.rank * P.rows + feature
     if copy < P.split:
         _send_to(M, place, d, copy, P)
     if const_expr(P.kind == "record"):
         if copy == 0 and record.row >= 0:
-            _record_gate(record, t, feature, raw, at, P)
+            _record_gate(record, t, feature, raw.to(BFloat16), at, P)
 
 
 @cute.jit
@@ -1091,12 +1018,12 @@ def _gate_mma(
 
 @cute.jit
 def _send_to(M: cutlass.Constexpr, place: Int32, x: Float32, cta: Int32, P: cutlass.Constexpr) -> None:
-    """x to an element of `vectors` in a CTA of the cluster."""
+    """A decay to an element of `vectors` in a CTA of the cluster."""
     if const_expr(P.split == 1):
         M.vectors[place] = x
     else:
         address = M.vectors.iterator.toint() + place * 4
-        blocks.send(blocks.peer(address, cta), blocks.peer(M.barriers.toint(), cta), x)
+        blocks.send(blocks.peer(address, cta), blocks.peer((M.barriers + _DECAYS).toint(), cta), x)
 
 
 @cute.jit
@@ -1149,8 +1076,8 @@ def convolve(M: cutlass.Constexpr, window: Window, record: Record, at: Place, P:
         for e in range_constexpr(_HISTORY):
             for i in range_constexpr(2):
                 seen[i, e + 1] = past[i, e].to(Float32)
-        # Unrolled further, eight tokens take more registers than the state leaves.
-        for j in cutlass.range(P.group_tokens, unroll=2):
+        # Unrolled further, the tokens take more registers than the state leaves.
+        for j in cutlass.range(P.group_tokens, unroll=2 if P.kind == "spec" and P.layout == "rows" else 1):
             t = first + j
             if const_expr(P.group_tokens * P.token_groups == P.tokens):
                 _convolve_token(t, x, seen, weight, bias, M, record, pair, part, at, P)
@@ -1211,7 +1138,6 @@ def _convolve_token(
     """One token of two channels; `seen` holds their last three inputs behind its first place, and moves on."""
     new = cute.make_rmem_tensor(2, BFloat16)
     cute.autovec_copy(x[None, pair, part, P.history + t], new)
-    rounded = cute.make_rmem_tensor(2, BFloat16)
     values = cute.make_rmem_tensor(2, Float32)
     for i in range_constexpr(2):
         for e in range_constexpr(_HISTORY):
@@ -1220,8 +1146,7 @@ def _convolve_token(
         y = bias[i].to(Float32)
         for tap in range_constexpr(CONV_WIDTH):
             y += weight[i, tap].to(Float32) * seen[i, tap]
-        rounded[i] = (y * blocks.sigmoid(y)).to(BFloat16)
-        values[i] = rounded[i].to(Float32)
+        values[i] = blocks.rounded(y * blocks.sigmoid(y))
     place = (3 * t + part) * HEAD_DIM + at.rank * P.rows + 2 * pair
     if part == 2:
         place = 3 * P.tokens * HEAD_DIM + t * P.rows + 2 * pair
@@ -1229,7 +1154,7 @@ def _convolve_token(
         halves = cute.make_layout((2, P.tokens * 2 * HEAD_DIM), stride=(1, 2))
         cute.autovec_copy(values, cute.make_tensor(M.vectors.iterator, halves)[None, place // 2])
     else:
-        address, barrier = M.vectors.iterator.toint() + place * 4, M.barriers.toint()
+        address, barrier = M.vectors.iterator.toint() + place * 4, (M.barriers + _CHANNELS).toint()
         if part == 2:
             mine = blocks.peer(barrier, at.rank)
             blocks.send_pair(blocks.peer(address, at.rank), mine, values[0], values[1])
@@ -1240,35 +1165,27 @@ def _convolve_token(
     if const_expr(P.kind == "record"):
         if part == 1 and record.row >= 0:
             key = record.key_gates + Int64(t * (2 * HEAD_DIM) + at.rank * P.rows + 2 * pair) * 2
-            target = cute.make_ptr(BFloat16, key, GMEM, assumed_align=4)
-            cute.autovec_copy(rounded, cute.make_tensor(target, cute.make_layout(2)))
+            blocks.put(Uint32, key, blocks.pack(values[0], values[1]))
 
 
 @cute.jit
 def store_window(M: cutlass.Constexpr, window: Window, at: Place, P: cutlass.Constexpr) -> None:
-    """The two inputs before this step's, then these, as the first tokens+2 entries."""
-    part_units = P.rows // _UNIT
+    """The two inputs before this step's, then these, as the first tokens+2 entries; a warp those of its channels."""
     if const_expr(P.layout == "rows"):
-        units = part_units * window.channel_stride
-        most = 3 * part_units * P.window
-        for i in range_constexpr(ceil_div(most, P.threads)):
-            unit = at.tid + i * P.threads
-            if unit < 3 * units:
-                _store_unit(M.window.iterator, unit, most, _rows_unit(window, unit, units, at))
+        for i in range_constexpr(_row_units(P)):
+            unit, inside, address = _row_unit(window, i, at, P)
+            if inside:
+                _store_unit(M.window.iterator, unit, 3 * P.rows // _UNIT * P.window, address)
     else:
-        total = (P.tokens + 2) * 3 * P.rows
         entries = M.x.iterator + 3 * P.rows
-        if const_expr(P.layout == "taps"):
-            for i in range_constexpr(ceil_div(total // _UNIT, P.threads)):
-                unit = at.tid + i * P.threads
-                if unit < total // _UNIT:
-                    _store_unit(entries, unit, total // _UNIT, _element(window, unit * _UNIT, Int32(0), at, P))
-        else:
-            flat = cute.make_tensor(entries, cute.make_layout(total))
-            for i in range_constexpr(ceil_div(total, P.threads)):
-                index = at.tid + i * P.threads
-                if index < total:
-                    blocks.put(BFloat16, _element(window, index, Int32(0), at, P), flat[index])
+        total = (P.tokens + 2) * 3 * P.rows
+        for i in range_constexpr(_cells(P.tokens + 2, P)):
+            place, inside, address = _cell(window, Int32(0), P.tokens + 2, i, at, P)
+            if inside:
+                if const_expr(P.layout == "taps"):
+                    _store_unit(entries, place // _UNIT, total // _UNIT, address)
+                else:
+                    blocks.put(BFloat16, address, cute.make_tensor(entries, cute.make_layout(total))[place])
 
 
 @cute.jit
@@ -1282,69 +1199,75 @@ def _store_unit(source: cute.Pointer, unit: Int32, units: cutlass.Constexpr, add
 
 
 @cute.jit
-def product(
-    S: cute.Tensor, M: cutlass.Constexpr, part: cutlass.Constexpr, t: Int32, at: Place, P: cutlass.Constexpr
-) -> Float32:
-    """S (d k) or S (d q), k or q being part 1 or 0 of token t: the sum of this lane's row."""
+def columns(M: cutlass.Constexpr, part: cutlass.Constexpr, t: Int32, at: Place, P: cutlass.Constexpr) -> cute.Tensor:
+    """q, k or the decays (part 0, 1, 2) of token t in this lane's columns: [vector, chunks]."""
     vectors = cute.make_tensor(M.vectors.iterator, P.vector_layout)
-    column = at.lane % P.lanes
+    x = cute.make_rmem_tensor((P.vector, P.chunks), Float32)
+    for c in range_constexpr(P.chunks):
+        cute.autovec_copy(vectors[None, at.lane % P.lanes, c, 3 * t + part], x[None, c])
+    return x
+
+
+@cute.jit
+def decayed(M: cutlass.Constexpr, part: cutlass.Constexpr, t: Int32, at: Place, P: cutlass.Constexpr) -> cute.Tensor:
+    """q or k of token t times its decays, in this lane's columns: as good as decaying the state that they meet."""
+    x, d = columns(M, part, t, at, P), columns(M, 2, t, at, P)
+    for c in range_constexpr(P.chunks):
+        for i in range_constexpr(P.vector):
+            x[i, c] = x[i, c] * d[i, c]
+    return x
+
+
+@cute.jit
+def decay(S: cute.Tensor, d: cute.Tensor, P: cutlass.Constexpr) -> None:
+    """S = S d."""
+    for j in range_constexpr(P.thread_rows):
+        for c in range_constexpr(P.chunks):
+            for i in range_constexpr(P.vector):
+                S[i, c, j] = S[i, c, j] * d[i, c]
+
+
+@cute.jit
+def product(S: cute.Tensor, x: cute.Tensor, at: Place, P: cutlass.Constexpr) -> Float32:
+    """S x: the sum of this lane's row."""
     sums = cute.make_rmem_tensor(P.thread_rows, Float32)
     sums.fill(Float32(0))
     for c in range_constexpr(P.chunks):
-        x = cute.make_rmem_tensor(P.vector, Float32)
-        d = cute.make_rmem_tensor(P.vector, Float32)
-        cute.autovec_copy(vectors[None, column, c, 3 * t + part], x)
-        cute.autovec_copy(vectors[None, column, c, 3 * t + 2], d)
-        for i in range_constexpr(P.vector):
-            x[i] = x[i] * d[i]
         for j in range_constexpr(P.thread_rows):
             for i in range_constexpr(P.vector):
-                sums[j] += S[i, c, j] * x[i]
+                sums[j] += S[i, c, j] * x[i, c]
     return blocks.row_sums(sums, P.thread_rows, P.lanes, at.lane)
 
 
 @cute.jit
-def update(
-    S: cute.Tensor, M: cutlass.Constexpr, correction: Float32, t: Int32, at: Place, P: cutlass.Constexpr
-) -> None:
-    """S = S d + (u rk) k, each row's u rk from the lanes that hold it."""
-    # The vectors are read again: to keep them from `product` on takes too many registers.
-    vectors = cute.make_tensor(M.vectors.iterator, P.vector_layout)
-    again = 3 * blocks.pinned(t)
-    column = at.lane % P.lanes
-    k = cute.make_rmem_tensor((P.vector, P.chunks), Float32)
-    d = cute.make_rmem_tensor((P.vector, P.chunks), Float32)
-    for c in range_constexpr(P.chunks):
-        cute.autovec_copy(vectors[None, column, c, again + 1], k[None, c])
-        cute.autovec_copy(vectors[None, column, c, again + 2], d[None, c])
+def update(S: cute.Tensor, k: cute.Tensor, correction: Float32, d: Any, P: cutlass.Constexpr) -> None:
+    """S = S d + (u rk) k, each row's u rk from the lanes that hold it; without d for a state that has decayed."""
     for j in range_constexpr(P.thread_rows):
         # Within groups of `lanes` lanes, so that the source is a constant.
         u = arch.shuffle_sync(correction, j * P.copies, mask_and_clamp=(32 - P.lanes) << 8 | 31)
         for c in range_constexpr(P.chunks):
             for i in range_constexpr(P.vector):
-                S[i, c, j] = S[i, c, j] * d[i, c] + u * k[i, c]
+                kept = S[i, c, j]
+                if const_expr(d is not None):
+                    kept = kept * d[i, c]
+                S[i, c, j] = kept + u * k[i, c]
 
 
 @cute.jit
 def decode(
     S: cute.Tensor, M: cutlass.Constexpr, scale: Float32, page: Int64, own: Int32, at: Place, P: cutlass.Constexpr
 ) -> Float32:
-    """One token; the state goes back to its page. Returns o of row `own`, rounded to BF16.
+    """One token, S decayed; the state goes back to its page. Returns o of row `own`, rounded to BF16.
 
     The sum of squares is on its way to every CTA before the state is updated.
     """
-    w = product(S, M, 1, Int32(0), at, P)
-    y = product(S, M, 0, Int32(0), at, P)
-    vectors = cute.make_tensor(M.vectors.iterator, P.vector_layout)
-    q = cute.make_rmem_tensor((P.vector, P.chunks), Float32)
-    k = cute.make_rmem_tensor((P.vector, P.chunks), Float32)
-    for c in range_constexpr(P.chunks):
-        cute.autovec_copy(vectors[None, at.lane % P.lanes, c, 0], q[None, c])
-        cute.autovec_copy(vectors[None, at.lane % P.lanes, c, 1], k[None, c])
+    q, k = columns(M, 0, Int32(0), at, P), columns(M, 1, Int32(0), at, P)
+    w = product(S, k, at, P)
+    y = product(S, q, at, P)
     rk, rq, kq = normalizers(q, k, scale, P.lanes)
     beta = blocks.sigmoid(M.beta[at.head % 2, 0].to(Float32))
     u = beta * (M.vectors[3 * HEAD_DIM + own] - w * rk)
-    o = (y * rq + u * kq).to(BFloat16).to(Float32)
+    o = blocks.rounded(y * rq + u * kq)
 
     square = blocks.lane_sum(o * o, P.copies, 32)
     if const_expr(P.split == 1):
@@ -1353,8 +1276,9 @@ def decode(
     else:
         if at.lane < P.split:
             address = M.sums.iterator.toint() + (at.rank * P.warps + at.warp) * 4
-            blocks.send(blocks.peer(address, at.lane), blocks.peer((M.barriers + 1).toint(), at.lane), square)
-    update(S, M, u * rk, Int32(0), at, P)
+            barrier = (M.barriers + _SQUARES).toint()
+            blocks.send(blocks.peer(address, at.lane), blocks.peer(barrier, at.lane), square)
+    update(S, k, u * rk, None, P)
     store_state(S, page, P)
     return o
 
@@ -1380,7 +1304,7 @@ def normalize_decode(
 ) -> None:
     gated = M.norm_weight[own] * blocks.sigmoid(M.out_gate[own, 0].to(Float32))
     if const_expr(P.split > 1):
-        arch.mbarrier_wait(M.barriers + 1, 0)
+        wait(M, _SQUARES, P)
     else:
         arch.sync_threads()
     quads = cute.make_tensor(M.sums.iterator, cute.make_layout((4, P.norm_slots // 4), stride=(1, 4)))
@@ -1430,15 +1354,17 @@ def recurrence(
         factor = cute.make_rmem_tensor(4, Float32)
         cute.autovec_copy(M.factors[None, t], factor)
         v = values[own, t]
-        w = product(S, M, 1, t, at, P)
-        y = product(S, M, 0, blocks.pinned(t), at, P)
+        # Vectors are read again each time: to keep them, or the decayed state, takes too many registers.
+        w = product(S, decayed(M, 1, t, at, P), at, P)
+        y = product(S, decayed(M, 0, blocks.pinned(t), at, P), at, P)
         u = factor[3] * (v - w * factor[0])
+        again = blocks.pinned(t)
         if const_expr(P.kind == "record"):
             # The state after the last token is not kept.
             if t + 1 < P.tokens:
-                update(S, M, u * factor[0], t, at, P)
+                update(S, columns(M, 1, again, at, P), u * factor[0], columns(M, 2, again, at, P), P)
         else:
-            update(S, M, u * factor[0], t, at, P)
+            update(S, columns(M, 1, again, at, P), u * factor[0], columns(M, 2, again, at, P), P)
         o = y * factor[1] + u * factor[2]
         if const_expr(P.kind == "record"):
             arch.sync_warp()  # all lanes of the row have read v
@@ -1477,7 +1403,8 @@ def normalize(
         squares[i] = blocks.lane_sum(square, 1, lanes)
         if const_expr(P.split > 1):
             if at.tid + i * P.threads < total_quads:
-                address, barrier = M.sums.iterator.toint() + (t * P.split + at.rank) * 4, (M.barriers + 1).toint()
+                address = M.sums.iterator.toint() + (t * P.split + at.rank) * 4
+                barrier = (M.barriers + _SQUARES).toint()
                 for j in range_constexpr(ceil_div(P.split, lanes)):
                     cta = quad + j * lanes
                     if cta < P.split:
@@ -1486,7 +1413,7 @@ def normalize(
         if record.row >= 0:
             store_corrections(M, record, at, P)
     if const_expr(P.split > 1):
-        arch.mbarrier_wait(M.barriers + 1, 0)
+        wait(M, _SQUARES, P)
     for i in range_constexpr(count):
         index = at.tid + i * P.threads
         if index < total_quads:

@@ -23,7 +23,9 @@ from kdabench.problem import Problem
 _MODULES = {
     "KdaSplit": "split",
     "KdaWide": "wide",
+    "KdaStream": "stream",
     "KdaWS": "ws",
+    "KdaFused": "fused",
     "KdaCommit": "commit",
     "stock": "stock",
 }

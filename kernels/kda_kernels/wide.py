@@ -1,4 +1,4 @@
-"""KDA decode, spec and record steps, one CTA of 256 threads per item, two per SM, any convolution layout.
+"""KDA decode, spec and record steps, one CTA of 256 threads per item, two or three per SM, any convolution layout.
 
 projected   [requests * tokens, pitch]     bf16   q, k, v | output gate | f_a | raw beta
 conv_state  [slots, 3D, W]                 bf16, any strides; read and rolled
@@ -7,38 +7,40 @@ corrections [rows, heads, Q, 128]          f32, written (record)
 key_gates   [rows, heads, Q, 256]          bf16, written (record)
 out         [requests * tokens, D]         bf16
 
-Form chunked (record): the state lies in shared memory in cells that only the thread that copied them reads, so no
-barrier stands between its arrival, in four pieces, and the tensor cores. All else is done meanwhile:
-  load      slot; weights, window, projection (cp.async), gate weights (registers), state (cp.async)
-  gate      gate projection on tensor cores, its decays multiplied up over the tokens across lanes; raw gates stored
-  convolve  q, k, v of all tokens; keys stored, window rolled
+All kinds begin alike; the state comes to shared memory meanwhile, in pieces that no barrier of the CTA stands before:
+  load      slot; weights, projection, window (cp.async); gate and convolution weights (registers); state (cp.async)
+  gate      gate projection on tensor cores, its decays; raw gates stored (record)
+  convolve  q, k, v of all tokens; keys stored (record), window rolled
+Kind record, the chunked form. A warp's lines of the state are its own:
   build     norms, and the 2q vectors as fragments
   solve     A and B, a part per warp; one warp turns them into the triangles T and C
-  multiply  the state, piece by piece
+  multiply  the state, line by line. Fewer lines than there are may have room: the others follow as these are used up
   finish    corrections and outputs by one more small product, in registers; RMSNorm over the CTA
-Kind decode: the same staging and gate, three CTAs per SM. A half-warp holds a row; rows are updated and stored four
-pieces at a time, each as soon as it has arrived. Convolution weights wait in registers.
-Form recurrence of windows: the phases of KdaSplit, whose rows all wait until the last one is there.
+Kinds decode and spec, token by token: a half-warp holds a row, and a thread the same columns of all its rows. Rows are
+advanced some at a time, by all tokens, and stored as soon as they are computed.
 Source: docs/operation.md, "The mathematics, per item" and "The same, chunked".
 """
 
+# A condition known at compile time can't share an `if` with one of the running kernel.
+# ruff: noqa: SIM102
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from kda_kernels import blocks, chunked, cubin, split
+from kda_kernels import arguments, blocks, chunked, cubin
+from kda_kernels.arguments import Arguments
 from kda_kernels.gpu import Gpu
 from kda_kernels.operands import StepOperands
 from kdabench.problem import CONV_WIDTH, HEAD_DIM, Problem, ceil_div
 
 KERNELS = ("kda_wide",)
-SOURCES = ("wide.py", "chunked.py", "split.py", "blocks.py", "cubin.py")
+SOURCES = ("wide.py", "chunked.py", "arguments.py", "blocks.py", "cubin.py")
 
 _UNIT = 8  # bf16 elements of a 16-byte copy
 _THREADS = 32 * chunked.WARPS
@@ -46,11 +48,20 @@ _SOLVER = chunked.WARPS - 1
 """The warp that solves: one of those that convolve nothing."""
 _CONVOLVING_WARPS = 3 * HEAD_DIM // 2 // 32
 """A thread of these convolves two channels."""
-_PARTIALS_DONE, _SOLUTION_DONE = 1, 2
-"""Named barriers."""
 _LANES = 16
-"""Lanes that share a row of a decode."""
+"""Lanes that share a row of a decode or spec step."""
 _COLUMNS = HEAD_DIM // _LANES
+_GROUPS = 4
+"""Pieces in which the rows of a decode or spec step arrive."""
+_PASSES = 2
+"""A spec step's rows in turn: a thread keeps a pass's, of eight columns each, in registers."""
+_PASS_ROWS = HEAD_DIM // 16 // _PASSES
+_HISTORY = CONV_WIDTH - 1
+_KEY_EPS = 1e-6
+_ALIGNMENT = 128
+"""Of what cp.async fills by 16 bytes: elsewhere it reads sectors twice and takes up to five times as long to write."""
+_SM_SMEM = 233_472
+_RESERVED_SMEM = 1_024
 
 arch = cute.arch
 GMEM = cutlass.AddressSpace.gmem
@@ -61,13 +72,12 @@ SMEM = cutlass.AddressSpace.smem
 class Spec:
     """Compile-time choices, and `pdl` of the launch.
 
-    form               of a window: recurrence = token by token; chunked = kind record only
-    threads            per CTA: 256; windows in form recurrence 256 or 512
-    gate_mode          0: one chain of 8 tensor-core accumulations; 1: four chains of 2, summed in order;
-                       2: FP32 dot products, for windows in form recurrence
-    staging            the state waits in shared memory (cp.async), or in registers, for windows in form recurrence
-    evict              evict-first in L2 for a staged state
-    stream_hints       stored states are streaming; states loaded to registers pass L1 by
+    form               chunked: kind record; recurrence, token by token: the others
+    gate_mode          0: one chain of 8 tensor-core accumulations; 1: four chains of 2, summed in order
+    ctas               CTAs per SM to have room for; a record whose state is too large for it gets it by fewer lines at
+                       a time. None: as many as hold whole states, at most 3, or 4 for a decode of BF16 states
+    evict              evict-first in L2 for the state
+    stream_hints       stored states are streaming
     terms              chunked, BF16 state: terms of the vectors in its products. 2: FP32 precision; 1: 4e-4
     streamable         16-byte copies of projection and window (docs/operation.md, "Streamable"); False: by element
     conv_weight_dtype  of convolution weight and bias
@@ -76,9 +86,8 @@ class Spec:
     """
 
     form: Literal["recurrence", "chunked"] = "recurrence"
-    threads: int = 256
     gate_mode: int = 0
-    staging: Literal["registers", "shared"] = "shared"
+    ctas: int | None = None
     evict: bool = False
     stream_hints: bool = False
     terms: int = 2
@@ -90,63 +99,70 @@ class Spec:
 
 @dataclass(frozen=True)
 class Plan(chunked.Shape):
-    """What decides the code of kind decode and form chunked. Its repr is the cache key."""
+    """What decides the code. Its repr is the cache key.
+
+    staged   lines of the state that there is room for
+    ctas     per SM, by which registers are capped
+    """
 
     kind: str
     evict: bool
     hints: bool
     gate_mode: int
+    staged: int
+    ctas: int
 
     @property
     def chains(self) -> int:
         return 1 if self.gate_mode == 0 else 4
 
     @property
-    def state_bytes(self) -> int:
-        return HEAD_DIM * HEAD_DIM * self.item_bytes
-
-    @property
-    def operand_bytes(self) -> tuple[int, ...]:
-        """Convolution weight and bias, inputs of the convolution, f_a: of no use when the fragments are built."""
-        rows = HEAD_DIM * self.weight_bytes
-        return 12 * rows, 3 * rows, 6 * HEAD_DIM * (self.history + self.tokens), 2 * HEAD_DIM * self.tokens
+    def areas(self) -> dict[str, int]:
+        """Bytes of the pieces of shared memory, in order. Those that 16-byte copies fill come first."""
+        row = 2 * HEAD_DIM
+        inputs = 3 * row * (self.history + self.tokens)
+        sizes = {
+            "state": self.staged * chunked.LINE_BYTES,
+            # What the convolution and the gate take in; then the fragments, or the outputs of a spec step.
+            "inputs": inputs + row * self.tokens,
+            **({"window": 3 * row * self.window} if self.layout == "rows" else {}),
+            "dt_bias": 4 * HEAD_DIM,
+            "norm_weight": 4 * HEAD_DIM,
+            "out_gate": row * self.tokens,
+            "A_log": 4,
+            "beta": 4 * self.tokens,
+        }
+        if self.kind == "decode":
+            return sizes | {"vectors": 16 * HEAD_DIM, "sums": 4 * chunked.WARPS}
+        if self.kind == "spec":
+            return sizes | {"gamma": self.gamma_bytes, "qkv": self.qkv_bytes, "factors": 16 * self.tokens}
+        return sizes | {
+            "inputs": max(sizes["inputs"], self.fragment_bytes),
+            "gamma": max(self.gamma_bytes, self.partial_bytes),
+            "qkv": self.qkv_bytes,
+            "pairs": 4 * self.pair_floats,
+            "matrix": 8 * self.slots**2,
+            "solution": 128 * self.solution_words,
+            "sums": 4 * self.slots * chunked.WARPS,
+        }
 
     @property
     def smem_bytes(self) -> int:
-        tokens, window = self.tokens, 6 * HEAD_DIM * self.window
-        shared = [
-            4 * HEAD_DIM, 4 * HEAD_DIM, 4, 2 * HEAD_DIM * tokens, 4 * tokens, window, self.state_bytes,
-        ]  # fmt: skip
-        if self.kind == "decode":
-            sizes = [*shared, *self.operand_bytes[2:], 16 * HEAD_DIM, 4 * chunked.WARPS]
-        else:
-            sizes = [
-                *shared, self.operand_region, self.gamma_region, self.qkv_bytes, 4 * self.pair_floats,
-                8 * self.slots**2, 128 * self.solution_words, 4 * self.slots * chunked.WARPS,
-            ]  # fmt: skip
-        return sum(ceil_div(n, 16) * 16 for n in sizes)
+        return sum(self.area_bytes(name) for name in self.areas)
+
+    def area_bytes(self, name: str) -> int:
+        """With what aligns the next piece."""
+        return ceil_div(self.areas[name], _ALIGNMENT) * _ALIGNMENT
 
     @property
-    def operand_region(self) -> int:
-        """Bytes of `operand_bytes`, and then of the fragments."""
-        return ceil_div(max(sum(self.operand_bytes), self.fragment_bytes), 16) * 16
-
-    @property
-    def gamma_region(self) -> int:
-        """Bytes of Gamma, and then of the parts of A and B."""
-        return max(self.gamma_bytes, self.partial_bytes)
-
-    @property
-    def ctas_per_sm(self) -> int:
-        """By shared memory, and by the registers that the code takes: 80, or 64 for a decode of BF16 states."""
-        most = 4 if self.kind == "decode" and self.state_dtype == "bf16" else 3
-        return min(most, 233_472 // (self.smem_bytes + 1024))
+    def fits(self) -> bool:
+        return self.ctas * (self.smem_bytes + _RESERVED_SMEM) <= _SM_SMEM
 
 
 @dataclass(frozen=True)
 class Compiled:
     binary: cubin.Binary
-    plan: Plan | split.Plan
+    plan: Plan
     pdl: bool
 
     @property
@@ -154,71 +170,60 @@ class Compiled:
         return self.binary.resources
 
 
-def plan(problem: Problem, spec: Spec) -> Plan | split.Plan:
+def plan(problem: Problem, spec: Spec) -> Plan:
     layout: Literal["rows", "taps", "any"] = "any"
     if spec.streamable:
         layout = "rows" if problem.conv_layout == "dim-first" else "taps"
     window = spec.window if spec.window is not None else problem.window
-    if problem.kind != "decode" and spec.form == "recurrence":
-        return split.plan(problem, _split_spec(spec))
-    return Plan(
-        tokens=problem.tokens,
-        state_dtype=problem.state_dtype,
-        threads=spec.threads,
-        layout=layout,
-        window=window if layout == "rows" else 0,
-        streamable=spec.streamable,
-        weight_dtype=spec.conv_weight_dtype,
-        terms=2 if problem.state_dtype == "fp32" or problem.kind == "decode" else spec.terms,
-        kind=problem.kind,
-        evict=spec.evict,
-        hints=spec.stream_hints and problem.kind == "decode",
-        gate_mode=spec.gate_mode,
-    )
 
+    def with_room(staged: int, ctas: int) -> Plan:
+        return Plan(
+            tokens=problem.tokens,
+            state_dtype=problem.state_dtype,
+            threads=_THREADS,
+            layout=layout,
+            window=window if layout == "rows" else 0,
+            streamable=spec.streamable,
+            weight_dtype=spec.conv_weight_dtype,
+            terms=2 if problem.state_dtype == "fp32" or problem.kind != "record" else spec.terms,
+            kind=problem.kind,
+            evict=spec.evict,
+            hints=spec.stream_hints and problem.kind != "record",
+            gate_mode=spec.gate_mode,
+            staged=staged,
+            ctas=ctas,
+        )
 
-def _split_spec(spec: Spec) -> split.Spec:
-    return split.Spec(
-        split=1,
-        threads=spec.threads,
-        staging=spec.staging,
-        evict=spec.evict,
-        gate_mode=spec.gate_mode,
-        stream_hints=spec.stream_hints,
-        streamable=spec.streamable,
-        conv_weight_dtype=spec.conv_weight_dtype,
-        window=spec.window,
-        pdl=spec.pdl,
-    )
+    lines = with_room(0, 1).lines
+    if spec.ctas is None:
+        most = 4 if (problem.kind, problem.state_dtype) == ("decode", "bf16") else 2 if problem.kind == "spec" else 3
+        return next((p for ctas in range(most, 1, -1) if (p := with_room(lines, ctas)).fits), with_room(lines, 1))
+    fewest = 2 if problem.kind == "record" else lines
+    plans = (with_room(staged, spec.ctas) for staged in range(lines, fewest, -1))
+    return next((p for p in plans if p.fits), with_room(fewest, spec.ctas))
 
 
 def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
     """Why this pair can't run, or None. Pure: no CUDA."""
     if problem.kind not in ("decode", "spec", "record"):
         return f"kind={problem.kind}: only decode, spec and record"
-    if spec.form not in ("recurrence", "chunked"):
-        return f"form={spec.form!r} is not one of recurrence, chunked"
-    if spec.form == "chunked" and problem.kind != "record":
-        return f"kind={problem.kind}: form=chunked does not write the state, as only kind record wants"
-    if spec.terms not in (1, 2):
-        return f"terms={spec.terms} is not one of 1, 2"
-    if problem.kind != "decode" and spec.form == "recurrence":
-        return split.unsupported(problem, _split_spec(spec), gpu)
+    form = "chunked" if problem.kind == "record" else "recurrence"
     for name, value, allowed in (
-        ("threads", spec.threads, (_THREADS,)),
+        ("form", spec.form, (form,)),
         ("gate_mode", spec.gate_mode, (0, 1)),
-        ("staging", spec.staging, ("shared",)),
+        ("ctas", spec.ctas, (None, 1, 2, 3, 4)),
+        ("terms", spec.terms, (1, 2)),
         ("conv_weight_dtype", spec.conv_weight_dtype, ("fp32", "bf16")),
     ):
         if value not in allowed:
-            return f"{name}={value!r}: kind={problem.kind} form={spec.form} takes {', '.join(map(str, allowed))}"
-    if spec.window is not None and not problem.tokens + 2 <= spec.window <= 16:
-        return f"window={spec.window} must lie in {problem.tokens + 2}..16"
+            return f"{name}={value!r}: kind={problem.kind} takes {', '.join(map(str, allowed))}"
+    if spec.window is not None and not problem.window <= spec.window <= 16:
+        return f"window={spec.window} must lie in {problem.window}..16"
     if problem.requests > 65_535:
         return f"requests={problem.requests}: the grid takes at most 65535"
-    needed = plan(problem, spec).smem_bytes
-    if needed > gpu.smem_per_block:
-        return f"{needed} bytes of shared memory exceed {gpu.smem_per_block}"
+    p = plan(problem, spec)
+    if not p.fits or p.smem_bytes > gpu.smem_per_block:
+        return f"{p.smem_bytes} bytes of shared memory leave no room for ctas={p.ctas}"
     return None
 
 
@@ -228,9 +233,8 @@ def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
     if reason is not None:
         raise ValueError(f"KdaWide: {reason}")
     p = plan(problem, spec)
-    host = _host_decode if p.kind == "decode" else _host_chunked if isinstance(p, Plan) else _host_recurrence
     binary = cubin.build(
-        host, lambda: _arguments(p), arch=gpu.arch, threads=p.threads, cluster=1, sources=SOURCES, choices=p
+        _HOSTS[p.kind], lambda: _arguments(p), arch=gpu.arch, threads=p.threads, cluster=1, sources=SOURCES, choices=p
     )
     return Compiled(binary, p, spec.pdl)
 
@@ -238,378 +242,201 @@ def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
 def launch(compiled: Compiled, operands: StepOperands, stream: int) -> None:
     """Enqueue one step. Raises ValueError, naming the operand, for operands that the compiled kernel can't take."""
     o, p = operands, compiled.plan
-    _check(p, o)
-    heads, requests = o.A_log.shape[0], o.slots.shape[0]
-    tensors = (
-        o.projected,
-        o.conv_weight,
-        o.conv_bias,
-        o.conv_state,
-        o.f_b,
-        o.A_log,
-        o.dt_bias,
-        o.norm_weight,
-        o.state,
-        o.slots,
-        o.accepted,
-        o.corrections,
-        o.key_gates,
-        o.record_rows,
-        o.out,
+    arguments.check("KdaWide", p, o)
+    if p.kind == "record":
+        assert o.lower_bound is not None
+        if not o.lower_bound * p.tokens >= chunked.MIN_LOG_GAMMA:
+            raise ValueError(f"lower_bound={o.lower_bound} is too low for {p.tokens} tokens in form=chunked")
+    grid = (o.A_log.shape[0], o.slots.shape[0], 1)
+    cubin.launcher(compiled.binary).launch(grid, arguments.values(o), stream, compiled.pdl)
+
+
+def _arguments(p: Plan) -> tuple[Any, ...]:
+    return arguments.placeholder(), p
+
+
+@cute.jit
+def _host_decode(A: Arguments, P: cutlass.Constexpr) -> None:
+    kda_wide_decode(A, P).launch(
+        grid=(1, 1, 1), block=(P.threads, 1, 1), min_blocks_per_mp=P.ctas, preferred_smem_carveout=100
     )
-    addresses = [0 if t is None else t.data_ptr() for t in tensors]
-    record_tokens, corrections_stride, key_gates_stride = 0, 0, 0
-    if o.corrections is not None and o.key_gates is not None:
-        record_tokens = o.corrections.shape[2]
-        corrections_stride, key_gates_stride = o.corrections.stride(0), o.key_gates.stride(0)
-    assert o.lower_bound is not None
-    values = (
-        *addresses,
-        o.projected.stride(0),
-        *o.conv_state.stride(),
-        o.state.stride(0),
-        o.slots.stride(0),
-        corrections_stride,
-        key_gates_stride,
-        record_tokens,
-        heads,
-        o.lower_bound,
-        o.scale,
-        o.eps,
+
+
+@cute.jit
+def _host_spec(A: Arguments, P: cutlass.Constexpr) -> None:
+    kda_wide_spec(A, P).launch(
+        grid=(1, 1, 1), block=(P.threads, 1, 1), min_blocks_per_mp=P.ctas, preferred_smem_carveout=100
     )
-    cubin.launcher(compiled.binary).launch((heads, requests, 1), values, stream, compiled.pdl)
-
-
-def _check(p: Plan | split.Plan, o: StepOperands) -> None:
-    if o.lower_bound is None:
-        raise ValueError("lower_bound is None: KdaWide needs a bounded gate")
-    if isinstance(p, Plan) and p.kind == "record" and not o.lower_bound * p.tokens >= chunked.MIN_LOG_GAMMA:
-        raise ValueError(f"lower_bound={o.lower_bound} is too low for {p.tokens} tokens in form=chunked")
-    rules: Any = p
-    split._check(rules, o)
-
-
-def _arguments(p: Plan | split.Plan) -> tuple[Any, ...]:
-    strides = (Int64(0), Int64(0), Int32(0), Int32(0), Int64(0), Int32(0), Int64(0), Int64(0))
-    return (*(Int64(0),) * 15, *strides, Int32(0), Int32(1), Float32(-5), Float32(1), Float32(1e-5), p)
 
 
 @cute.jit
-def _host_decode(
-    projected: Int64,
-    conv_weight: Int64,
-    conv_bias: Int64,
-    conv_state: Int64,
-    f_b: Int64,
-    A_log: Int64,
-    dt_bias: Int64,
-    norm_weight: Int64,
-    state: Int64,
-    slots: Int64,
-    accepted: Int64,
-    corrections: Int64,
-    key_gates: Int64,
-    record_rows: Int64,
-    out: Int64,
-    pitch: Int64,
-    conv_stride: Int64,
-    channel_stride: Int32,
-    tap_stride: Int32,
-    state_stride: Int64,
-    slots_stride: Int32,
-    corrections_stride: Int64,
-    key_gates_stride: Int64,
-    record_tokens: Int32,
-    heads: Int32,
-    lower_bound: Float32,
-    scale: Float32,
-    eps: Float32,
-    P: cutlass.Constexpr,
-) -> None:
-    # fmt: off
-    kda_wide_decode(
-        projected, conv_weight, conv_bias, conv_state, f_b, A_log, dt_bias, norm_weight, state, slots, accepted,
-        corrections, key_gates, record_rows, out, pitch, conv_stride, channel_stride, tap_stride, state_stride,
-        slots_stride, corrections_stride, key_gates_stride, record_tokens, heads, lower_bound, scale, eps, P,
-    ).launch(grid=(1, 1, 1), block=(P.threads, 1, 1), min_blocks_per_mp=P.ctas_per_sm, preferred_smem_carveout=100)
-    # fmt: on
+def _host_record(A: Arguments, P: cutlass.Constexpr) -> None:
+    kda_wide_record(A, P).launch(
+        grid=(1, 1, 1), block=(P.threads, 1, 1), min_blocks_per_mp=P.ctas, preferred_smem_carveout=100
+    )
 
 
-@cute.jit
-def _host_chunked(
-    projected: Int64,
-    conv_weight: Int64,
-    conv_bias: Int64,
-    conv_state: Int64,
-    f_b: Int64,
-    A_log: Int64,
-    dt_bias: Int64,
-    norm_weight: Int64,
-    state: Int64,
-    slots: Int64,
-    accepted: Int64,
-    corrections: Int64,
-    key_gates: Int64,
-    record_rows: Int64,
-    out: Int64,
-    pitch: Int64,
-    conv_stride: Int64,
-    channel_stride: Int32,
-    tap_stride: Int32,
-    state_stride: Int64,
-    slots_stride: Int32,
-    corrections_stride: Int64,
-    key_gates_stride: Int64,
-    record_tokens: Int32,
-    heads: Int32,
-    lower_bound: Float32,
-    scale: Float32,
-    eps: Float32,
-    P: cutlass.Constexpr,
-) -> None:
-    # fmt: off
-    kda_wide_chunked(
-        projected, conv_weight, conv_bias, conv_state, f_b, A_log, dt_bias, norm_weight, state, slots, accepted,
-        corrections, key_gates, record_rows, out, pitch, conv_stride, channel_stride, tap_stride, state_stride,
-        slots_stride, corrections_stride, key_gates_stride, record_tokens, heads, lower_bound, scale, eps, P,
-    ).launch(grid=(1, 1, 1), block=(P.threads, 1, 1), min_blocks_per_mp=P.ctas_per_sm, preferred_smem_carveout=100)
-    # fmt: on
-
-
-@cute.jit
-def _host_recurrence(
-    projected: Int64,
-    conv_weight: Int64,
-    conv_bias: Int64,
-    conv_state: Int64,
-    f_b: Int64,
-    A_log: Int64,
-    dt_bias: Int64,
-    norm_weight: Int64,
-    state: Int64,
-    slots: Int64,
-    accepted: Int64,
-    corrections: Int64,
-    key_gates: Int64,
-    record_rows: Int64,
-    out: Int64,
-    pitch: Int64,
-    conv_stride: Int64,
-    channel_stride: Int32,
-    tap_stride: Int32,
-    state_stride: Int64,
-    slots_stride: Int32,
-    corrections_stride: Int64,
-    key_gates_stride: Int64,
-    record_tokens: Int32,
-    heads: Int32,
-    lower_bound: Float32,
-    scale: Float32,
-    eps: Float32,
-    P: cutlass.Constexpr,
-) -> None:
-    # fmt: off
-    kda_wide_recurrence(
-        projected, conv_weight, conv_bias, conv_state, f_b, A_log, dt_bias, norm_weight, state, slots, accepted,
-        corrections, key_gates, record_rows, out, pitch, conv_stride, channel_stride, tap_stride, state_stride,
-        slots_stride, corrections_stride, key_gates_stride, record_tokens, heads, lower_bound, scale, eps, P,
-    ).launch(grid=(1, 1, 1), block=(P.threads, 1, 1), min_blocks_per_mp=P.ctas_per_sm, preferred_smem_carveout=100)
-    # fmt: on
+_HOSTS = {"decode": _host_decode, "spec": _host_spec, "record": _host_record}
 
 
 @dataclass(frozen=True)
 class Shared:
-    """A CTA's shared memory in form chunked; the first fields as `split.Shared`."""
+    """A CTA's shared memory."""
 
-    taps: Any
-    bias: Any
-    x: Any
-    f_a: Any
-    fragments: Any  # `chunked.Shape.fragment_layout`, in the place of all the above
-    gamma: Any  # [tokens, GAMMA_PITCH]
-    partials: Any  # A and B, a part per step, in the place of gamma
-    qkv: Any  # [tokens, QKV_PITCH] bf16
-    dt_bias: Any
-    norm_weight: Any
-    A_log: Any
-    out_gate: Any
-    beta: Any
-    pairs: Any  # A and B
-    matrix: Any  # T and C
-    solution: Any  # T and C as fragments
-    sums: Any  # [slots, warps] sums of squares of o
-    window: Any
+    state: Any  # decode, spec: cells of 16 bytes, [cell][thread]; record: `chunked.copy_line`
+    x: Any  # [history + tokens, 3, 128] bf16
+    f_a: Any  # [tokens, 128] bf16, units swizzled by token
+    fragments: Any  # record: `chunked.Shape.fragment_layout`, in the place of x and f_a
+    o: Any  # spec: [tokens, 128] bf16, there too
+    window: Any  # rows: [3, 128, entries] bf16; else the first entries of x
+    dt_bias: Any  # [128]
+    norm_weight: Any  # [128]
+    out_gate: Any  # [tokens, 128] bf16
+    A_log: Any  # [1]
+    beta: Any  # [tokens, 2] bf16, of an even head and its neighbour
     vectors: Any  # decode: [4, 128] q, k, decay, v
-    state: Any  # cells of 16 bytes, [cell][thread]
+    gamma: Any  # [tokens, GAMMA_PITCH]; spec: the decays of each token
+    partials: Any  # record: A and B, a part per step, in the place of gamma
+    qkv: Any  # [tokens, QKV_PITCH] bf16
+    factors: Any  # spec: [tokens, 4]
+    pairs: Any  # record: A and B
+    matrix: Any  # record: T and C
+    solution: Any  # record: T and C as fragments
+    sums: Any  # [slots, warps] sums of squares of o; decode: [warps]
+
+
+class Place(NamedTuple):
+    """Where a thread works: item, and its first element in a head-major vector [D]."""
+
+    tid: Int32
+    warp: Int32
+    lane: Int32
+    head: Int32
+    channel: Int32
+    D: Int32
 
 
 def allocate(P: Plan) -> Shared:
-    """`Plan.smem_bytes` counts the same pieces."""
     smem = SmemAllocator()
+    at = {
+        name: smem.allocate_tensor(
+            Uint8, cute.make_layout(P.area_bytes(name)), byte_alignment=_ALIGNMENT
+        ).iterator.toint()
+        for name in P.areas
+    }
 
-    def array(dtype: Any, layout: Any) -> Any:
-        return smem.allocate_tensor(dtype, cute.make_layout(layout), byte_alignment=16)
+    def view(dtype: Any, name: str, layout: Any, skip: int = 0) -> Any:
+        if name not in at:
+            return None
+        pointer = cute.make_ptr(dtype, at[name] + skip, SMEM, assumed_align=16)
+        return cute.make_tensor(pointer, cute.make_layout(layout))
 
-    def view(dtype: Any, address: Any, layout: Any) -> Any:
-        return cute.make_tensor(cute.make_ptr(dtype, address, SMEM, assumed_align=16), cute.make_layout(layout))
-
-    if P.kind == "decode":
-        x = array(BFloat16, (HEAD_DIM, 3, P.history + 1))
-        none = dict.fromkeys(
-            ("taps", "bias", "fragments", "gamma", "partials", "qkv", "pairs", "matrix", "solution"), None
-        )
-        return Shared(
-            **none,
-            x=x,
-            f_a=array(BFloat16, HEAD_DIM),
-            **_common(P, array),
-            sums=array(Float32, chunked.WARPS),
-            window=array(BFloat16, 3 * HEAD_DIM * P.window) if P.layout == "rows" else x,
-            vectors=array(Float32, 4 * HEAD_DIM),
-        )
-    operands = array(Uint8, P.operand_region)
-    gamma = array(Float32, P.gamma_region // 4)
-    at = [operands.iterator.toint()]
-    for size in P.operand_bytes[:-1]:
-        at.append(at[-1] + size)
-    x = view(BFloat16, at[2], (HEAD_DIM, 3, P.history + P.tokens))
+    entries = P.history + P.tokens
+    x = view(BFloat16, "inputs", (HEAD_DIM, 3, entries))
     return Shared(
-        taps=view(P.conv_dtype, at[0], (HEAD_DIM, CONV_WIDTH, 3)),
-        bias=view(P.conv_dtype, at[1], (HEAD_DIM, 3)),
+        state=view(Uint8, "state", P.areas["state"]),
         x=x,
-        f_a=view(BFloat16, at[3], P.tokens * HEAD_DIM),
-        fragments=operands,
-        gamma=gamma,
-        partials=gamma,
-        qkv=array(BFloat16, P.qkv_bytes // 2),
-        **_common(P, array),
-        pairs=array(Float32, P.pair_floats),
-        matrix=array(Float32, 2 * P.slots**2),
-        solution=array(Uint32, 32 * P.solution_words),
-        sums=array(Float32, P.slots * chunked.WARPS),
-        window=array(BFloat16, 3 * HEAD_DIM * P.window) if P.layout == "rows" else x,
-        vectors=None,
+        f_a=view(BFloat16, "inputs", P.tokens * HEAD_DIM, 6 * HEAD_DIM * entries),
+        fragments=view(Uint8, "inputs", P.fragment_bytes) if P.kind == "record" else None,
+        o=view(BFloat16, "inputs", (HEAD_DIM, P.tokens)),
+        window=view(BFloat16, "window", 3 * HEAD_DIM * P.window) if P.layout == "rows" else x,
+        dt_bias=view(Float32, "dt_bias", HEAD_DIM),
+        norm_weight=view(Float32, "norm_weight", HEAD_DIM),
+        out_gate=view(BFloat16, "out_gate", (HEAD_DIM, P.tokens)),
+        A_log=view(Float32, "A_log", 1),
+        beta=view(BFloat16, "beta", (2, P.tokens)),
+        vectors=view(Float32, "vectors", 4 * HEAD_DIM),
+        gamma=view(Float32, "gamma", P.gamma_bytes // 4),
+        partials=view(Float32, "gamma", P.partial_bytes // 4) if P.kind == "record" else None,
+        qkv=view(BFloat16, "qkv", P.qkv_bytes // 2),
+        factors=view(Float32, "factors", (4, P.tokens)),
+        pairs=view(Float32, "pairs", P.pair_floats),
+        matrix=view(Float32, "matrix", 2 * P.slots**2),
+        solution=view(Uint32, "solution", 32 * P.solution_words),
+        sums=view(Float32, "sums", P.slots * chunked.WARPS if P.kind == "record" else chunked.WARPS),
     )
 
 
-def _common(P: Plan, array: Any) -> dict[str, Any]:
-    return {
-        "dt_bias": array(Float32, HEAD_DIM),
-        "norm_weight": array(Float32, HEAD_DIM),
-        "A_log": array(Float32, 1),
-        "out_gate": array(BFloat16, (HEAD_DIM, P.tokens)),
-        "beta": array(BFloat16, (2, P.tokens)),
-        "state": array(Uint8, P.state_bytes),
-    }
+@cute.jit
+def place(A: Arguments) -> Place:
+    tid, _, _ = arch.thread_idx()
+    head, _, _ = arch.block_idx()
+    return Place(tid, arch.make_warp_uniform(tid // 32), tid % 32, head, head * HEAD_DIM, A.heads * HEAD_DIM)
 
 
 @cute.kernel
-def kda_wide_chunked(
-    projected: Int64,
-    conv_weight: Int64,
-    conv_bias: Int64,
-    conv_state: Int64,
-    f_b: Int64,
-    A_log: Int64,
-    dt_bias: Int64,
-    norm_weight: Int64,
-    state: Int64,
-    slots: Int64,
-    accepted: Int64,
-    corrections: Int64,
-    key_gates: Int64,
-    record_rows: Int64,
-    out: Int64,
-    pitch: Int64,
-    conv_stride: Int64,
-    channel_stride: Int32,
-    tap_stride: Int32,
-    state_stride: Int64,
-    slots_stride: Int32,
-    corrections_stride: Int64,
-    key_gates_stride: Int64,
-    record_tokens: Int32,
-    heads: Int32,
-    lower_bound: Float32,
-    scale: Float32,
-    eps: Float32,
-    P: cutlass.Constexpr,
-) -> None:
-    tid, _, _ = arch.thread_idx()
-    head, request, _ = arch.block_idx()
-    lane = tid % 32
-    warp = arch.make_warp_uniform(tid // 32)
+def kda_wide_record(A: Arguments, P: cutlass.Constexpr) -> None:
+    at = place(A)
+    _, request, _ = arch.block_idx()
+    warp, lane = at.warp, at.lane
 
     # The slot must be the first load: behind the copies it comes back a microsecond later.
-    page = blocks.at(Int32, slots + Int64(request) * slots_stride * 4, Int32(0))
-    row = blocks.at(Int32, record_rows, request)
+    page = blocks.at(Int32, A.slots + Int64(request) * A.slots_stride * 4, Int32(0))
+    row = blocks.at(Int32, A.record_rows, request)
 
     M = allocate(P)
-    at = split.Place(tid, warp, lane, Int32(0), head, head * HEAD_DIM, heads * HEAD_DIM)
-    load_weights(M, conv_weight, conv_bias, A_log, dt_bias, norm_weight, at, P)
+    load_vectors(A, M, at, P)
     arch.griddepcontrol_wait()
     arch.griddepcontrol_launch_dependents()
-    split.load_projection(M, projected + Int64(request * P.tokens) * pitch * 2, pitch, at, P)
-    results = out + (Int64(request * P.tokens) * at.D + at.channel) * 2
+    load_projection(A, M, request, at, P)
+    results = A.out + (Int64(request * P.tokens) * at.D + at.channel) * 2
     if page > 0:
-        window = split.Window(conv_state + Int64(page) * conv_stride * 2, channel_stride, tap_stride, Int32(0))
-        split.load_window(M, window, at, P)
+        window = window_of(A, page, Int32(0))
+        load_window(M, window, at, P)
         arch.cp_async_commit_group()
-        # So that nothing later waits for the gate weights on its behalf.
+        # So that nothing later waits for the weights on its behalf.
         row = blocks.pinned(row)
         gate_weights = cute.make_rmem_tensor((2, 2, chunked.STEPS), Uint32)
-        chunked.load_gate_weights(gate_weights, f_b + Int64(at.channel) * (2 * HEAD_DIM), warp, lane)
-        # Keeps these loads in front of the state's copies: behind them, they would come late.
-        arch.sync_warp()
-        cells = M.state.iterator.toint() + tid * 16
-        item = state + (Int64(page) * state_stride + Int64(head) * (HEAD_DIM * HEAD_DIM)) * P.item_bytes
+        taps = cute.make_rmem_tensor((2, CONV_WIDTH), P.conv_dtype)
+        bias = cute.make_rmem_tensor(2, P.conv_dtype)
+        load_weights(A, gate_weights, taps, bias, at, P)
+        item = state_of(A, page, at, P)
+        cells = M.state.iterator.toint() + at.tid * 16
         policy = blocks.evict_first() if const_expr(P.evict) else Int64(0)
-        for group in range_constexpr(chunked.GROUPS):
-            chunked.copy_state(cells, item, group, warp, lane, policy, P.evict, P)
+        for line in range_constexpr(P.staged):
+            slot = cells + line * chunked.LINE_BYTES
+            chunked.copy_line(slot, item, Int32(line), warp, lane, policy, P.evict, P)
             arch.cp_async_commit_group()
-        arch.cp_async_wait_group(chunked.GROUPS)
+        arch.cp_async_wait_group(P.staged)
         arch.sync_threads()
 
-        first = Int64(head * record_tokens) * HEAD_DIM
-        record = split.Record(
-            row,
-            key_gates + (Int64(row) * key_gates_stride + first * 2) * 2,
-            corrections + (Int64(row) * corrections_stride + first) * 4,
-        )
+        record = record_of(A, row, at)
         raw = chunked.raw_gates(gate_weights, M.f_a, lane, P.chains, P)
         exp_A = blocks.exp(M.A_log[0])
-        chunked.store_gammas(raw, M.gamma, M.dt_bias, exp_A, lower_bound, record, warp, lane, P)
+        chunked.store_gammas(raw, M.gamma, M.dt_bias, exp_A, A.lower_bound, record, warp, lane, P)
         if warp < _CONVOLVING_WARPS:
-            chunked.convolve(M, M.qkv, window, record, tid, P)
+            chunked.convolve_with(taps, bias, M, M.qkv, window, record, at.tid, P)
         if const_expr(P.layout != "rows"):
-            split.store_window(M, window, at, P)
+            store_window(M, window, at, P)
         arch.sync_threads()
 
-        chunked.build_fragments(M.fragments, M.qkv, M.gamma, scale, warp, chunked.WARPS, lane, P)
+        chunked.build_fragments(M.fragments, M.qkv, M.gamma, A.scale, warp, chunked.WARPS, lane, P)
         if const_expr(P.layout == "rows"):
-            split.store_window(M, window, at, P)
+            store_window(M, window, at, P)
         arch.sync_threads()
 
         chunked.token_products(M.fragments, M.partials, warp, lane, P)
+        arch.sync_threads()
         if warp == _SOLVER:
-            arch.barrier(barrier_id=_PARTIALS_DONE, number_of_threads=_THREADS)
-            beta = blocks.sigmoid(M.beta[head % 2, min(lane % P.slots, P.tokens - 1)].to(Float32))
+            beta = blocks.sigmoid(M.beta[at.head % 2, min(lane % P.slots, P.tokens - 1)].to(Float32))
             chunked.solve(M.partials, M.pairs, M.matrix, M.solution, beta, lane, P)
-            arch.barrier_arrive(barrier_id=_SOLUTION_DONE, number_of_threads=_THREADS)
-        else:
-            arch.barrier_arrive(barrier_id=_PARTIALS_DONE, number_of_threads=_THREADS)
 
-        factors = chunked.output_factors(M.out_gate, M.norm_weight, warp, lane, P)
-        v = chunked.values(M.qkv, warp, lane, P)
         sums = chunked.accumulators(P)
-        for group in range_constexpr(chunked.GROUPS):
-            arch.cp_async_wait_group(chunked.GROUPS - 1 - group)
-            chunked.multiply_staged(sums, cells, M.fragments, group, lane, P)
-        if warp == _SOLVER:
-            arch.sync_warp()
-        else:
-            arch.barrier(barrier_id=_SOLUTION_DONE, number_of_threads=_THREADS)
+        # Rolled: the compiler would put off the products of a line until the last one has arrived.
+        for line in cutlass.range(P.lines, unroll=1):
+            arch.cp_async_wait_group(P.staged - 1)
+            slot = cells + line % P.staged * chunked.LINE_BYTES
+            chunked.multiply_line(sums, slot, M.fragments, line, lane, P)
+            if const_expr(P.staged < P.lines):
+                if line + P.staged < P.lines:
+                    arch.sync_warp()
+                    chunked.copy_line(slot, item, line + P.staged, warp, lane, policy, P.evict, P)
+            arch.cp_async_commit_group()
+        v = chunked.values(M.qkv, warp, lane, P)
+        # The solver comes last; nobody could be done before it.
+        arch.sync_threads()
         u, attended = chunked.finish(sums, v, M.solution, lane, P)
+        factors = chunked.output_factors(M.out_gate, M.norm_weight, warp, lane, P)
         o = cute.make_rmem_tensor(4, Float32)
         for i in range_constexpr(4):
             o[i] = attended[i].to(BFloat16).to(Float32)
@@ -617,144 +444,72 @@ def kda_wide_chunked(
         if row >= 0:
             chunked.store_corrections(u, record.corrections, warp, lane, P)
         arch.sync_threads()
-        chunked.store_outputs(o, factors, M.sums, eps, results, at.D, warp, lane, P)
+        chunked.store_outputs(o, factors, M.sums, A.eps, results, at.D, warp, lane, P)
     else:
         arch.cp_async_commit_group()
         arch.cp_async_wait_group(0)
-        split.store_zeros(results, at, P)
-
-
-@cute.jit
-def load_weights(
-    M: cutlass.Constexpr,
-    conv_weight: Int64,
-    conv_bias: Int64,
-    A_log: Int64,
-    dt_bias: Int64,
-    norm_weight: Int64,
-    at: split.Place,
-    P: cutlass.Constexpr,
-) -> None:
-    """All weights of the head but the gate's, and for a decode but the convolution's, by cp.async."""
-    none, quads = Int64(0), HEAD_DIM // 4
-    rows = split.Rows(1, 1, quads)
-    split.copy_rows(M.dt_bias.iterator, dt_bias + Int64(at.channel) * 4, none, none, rows, at, P)
-    rows = split.Rows(1, 1, quads, first=quads)
-    split.copy_rows(M.norm_weight.iterator, norm_weight, none, none, rows, at, P)
-    if at.tid == P.threads - 1:
-        blocks.copy_async(M.A_log.iterator.toint(), A_log + Int64(at.head) * 4, 4)
-    if const_expr(P.kind == "record"):
-        size, taps = P.weight_bytes, 3 * CONV_WIDTH
-        units, part_bytes = HEAD_DIM * size // 16, Int64(at.D) * size
-        rows = split.Rows(1, taps, units, first=2 * quads)
-        split.copy_rows(M.taps.iterator, conv_weight + Int64(at.channel) * size, none, part_bytes, rows, at, P)
-        if conv_bias != none:
-            rows = split.Rows(1, 3, units, first=2 * quads + taps * units)
-            split.copy_rows(M.bias.iterator, conv_bias + Int64(at.channel) * size, none, part_bytes, rows, at, P)
-        else:
-            if at.tid < HEAD_DIM:
-                for part in range_constexpr(3):
-                    M.bias[at.tid, part] = P.conv_dtype(0)
+        store_zeros(results, at, P)
 
 
 @cute.kernel
-def kda_wide_decode(
-    projected: Int64,
-    conv_weight: Int64,
-    conv_bias: Int64,
-    conv_state: Int64,
-    f_b: Int64,
-    A_log: Int64,
-    dt_bias: Int64,
-    norm_weight: Int64,
-    state: Int64,
-    slots: Int64,
-    accepted: Int64,
-    corrections: Int64,
-    key_gates: Int64,
-    record_rows: Int64,
-    out: Int64,
-    pitch: Int64,
-    conv_stride: Int64,
-    channel_stride: Int32,
-    tap_stride: Int32,
-    state_stride: Int64,
-    slots_stride: Int32,
-    corrections_stride: Int64,
-    key_gates_stride: Int64,
-    record_tokens: Int32,
-    heads: Int32,
-    lower_bound: Float32,
-    scale: Float32,
-    eps: Float32,
-    P: cutlass.Constexpr,
-) -> None:
-    tid, _, _ = arch.thread_idx()
-    head, request, _ = arch.block_idx()
-    lane = tid % 32
-    warp = arch.make_warp_uniform(tid // 32)
+def kda_wide_decode(A: Arguments, P: cutlass.Constexpr) -> None:
+    at = place(A)
+    _, request, _ = arch.block_idx()
+    warp, lane = at.warp, at.lane
 
     # The slot must be the first load: behind the copies it comes back a microsecond later.
-    page = blocks.at(Int32, slots + Int64(request) * slots_stride * 4, Int32(0))
+    page = blocks.at(Int32, A.slots + Int64(request) * A.slots_stride * 4, Int32(0))
 
     M = allocate(P)
-    at = split.Place(tid, warp, lane, Int32(0), head, head * HEAD_DIM, heads * HEAD_DIM)
-    load_weights(M, conv_weight, conv_bias, A_log, dt_bias, norm_weight, at, P)
+    load_vectors(A, M, at, P)
     arch.griddepcontrol_wait()
     arch.griddepcontrol_launch_dependents()
-    split.load_projection(M, projected + Int64(request) * pitch * 2, pitch, at, P)
-    results = out + (Int64(request) * at.D + at.channel) * 2
+    load_projection(A, M, request, at, P)
+    results = A.out + (Int64(request) * at.D + at.channel) * 2
     if page > 0:
-        window = split.Window(conv_state + Int64(page) * conv_stride * 2, channel_stride, tap_stride, Int32(0))
-        split.load_window(M, window, at, P)
+        window = window_of(A, page, Int32(0))
+        load_window(M, window, at, P)
         arch.cp_async_commit_group()
         gate_weights = cute.make_rmem_tensor((2, 2, chunked.STEPS), Uint32)
-        chunked.load_gate_weights(gate_weights, f_b + Int64(at.channel) * (2 * HEAD_DIM), warp, lane)
         taps = cute.make_rmem_tensor((2, CONV_WIDTH), P.conv_dtype)
         bias = cute.make_rmem_tensor(2, P.conv_dtype)
-        load_taps(taps, bias, conv_weight, conv_bias, at, P)
-        # Keeps these loads in front of the state's copies: behind them, they would come late.
-        arch.sync_warp()
-        item = state + (Int64(page) * state_stride + Int64(head) * (HEAD_DIM * HEAD_DIM)) * P.item_bytes
-        item = item + _row_piece(warp, lane, P)
-        cells = M.state.iterator.toint() + tid * 16
-        policy = blocks.evict_first() if const_expr(P.evict) else Int64(0)
-        for group in range_constexpr(chunked.GROUPS):
-            stage_rows(cells, item, group, policy, P)
-            arch.cp_async_commit_group()
-        arch.cp_async_wait_group(chunked.GROUPS)
+        load_weights(A, gate_weights, taps, bias, at, P)
+        item = state_of(A, page, at, P) + _row_piece(warp, lane, P)
+        cells = M.state.iterator.toint() + at.tid * 16
+        stage_state(cells, item, P)
+        arch.cp_async_wait_group(_GROUPS)
         arch.sync_threads()
 
         raw = chunked.raw_gates(gate_weights, M.f_a, lane, P.chains, P)
-        store_decays(raw, M, lower_bound, at, P)
+        store_decay(raw, M, A.lower_bound, at, P)
         if warp < _CONVOLVING_WARPS:
             convolve_token(M, taps, bias, window, at, P)
         if const_expr(P.layout != "rows"):
-            split.store_window(M, window, at, P)
+            store_window(M, window, at, P)
         arch.sync_threads()
 
         # This lane's columns, in the order of its cells of a row.
         k = take_vector(M, 1, lane, P)
         q = take_vector(M, 0, lane, P)
         d = take_vector(M, 2, lane, P)
-        rk, rq, kq = split.normalizers(q, k, scale, _LANES)
+        rk, rq, kq = normalizers(q, k, A.scale, _LANES)
         dk = cute.make_rmem_tensor(_COLUMNS, Float32)
         dq = cute.make_rmem_tensor(_COLUMNS, Float32)
         for i in range_constexpr(_COLUMNS):
             k[i] = k[i] * rk
             dk[i] = k[i] * d[i]
             dq[i] = q[i] * rq * d[i]
-        beta = blocks.sigmoid(M.beta[head % 2, 0].to(Float32))
+        beta = blocks.sigmoid(M.beta[at.head % 2, 0].to(Float32))
         if const_expr(P.layout == "rows"):
-            split.store_window(M, window, at, P)
+            store_window(M, window, at, P)
 
         # Lanes 8.. of a half-warp get o of rows 4 group + 2 (lane / 4 % 2) + half.
-        o = cute.make_rmem_tensor(chunked.GROUPS, Float32)
-        for group in range_constexpr(chunked.GROUPS):
-            arch.cp_async_wait_group(chunked.GROUPS - 1 - group)
+        o = cute.make_rmem_tensor(_GROUPS, Float32)
+        for group in range_constexpr(_GROUPS):
+            arch.cp_async_wait_group(_GROUPS - 1 - group)
             o[group] = advance_rows(cells, item, M, dk, dq, d, k, beta, kq, group, warp, lane, P)
         square = Float32(0)
-        for group in range_constexpr(chunked.GROUPS):
+        for group in range_constexpr(_GROUPS):
             o[group] = o[group].to(BFloat16).to(Float32)
             square += o[group] * o[group]
         square += arch.shuffle_sync_bfly(square, offset=4)
@@ -762,17 +517,290 @@ def kda_wide_decode(
         if lane == 8:
             M.sums[warp] = square
         arch.sync_threads()
-        normalize_rows(o, M, eps, results, warp, lane)
+        normalize_rows(o, M, A.eps, results, warp, lane)
     else:
         arch.cp_async_commit_group()
         arch.cp_async_wait_group(0)
-        split.store_zeros(results, at, P)
+        store_zeros(results, at, P)
+
+
+@cute.kernel
+def kda_wide_spec(A: Arguments, P: cutlass.Constexpr) -> None:
+    at = place(A)
+    _, request, _ = arch.block_idx()
+    warp, lane = at.warp, at.lane
+
+    # The slots must be the first loads: behind the copies they come back a microsecond later.
+    slots = blocks.at(Int32, A.slots + Int64(request) * A.slots_stride * 4, min(lane, P.tokens - 1))
+    start = min(max(blocks.at(Int32, A.accepted, request) - 1, Int32(0)), Int32(P.tokens - 1))
+    page, read = arch.shuffle_sync(slots, 0), arch.shuffle_sync(slots, start)
+
+    M = allocate(P)
+    load_vectors(A, M, at, P)
+    arch.griddepcontrol_wait()
+    arch.griddepcontrol_launch_dependents()
+    load_projection(A, M, request, at, P)
+    results = A.out + (Int64(request * P.tokens) * at.D + at.channel) * 2
+    if page > 0 and read > 0:
+        window = window_of(A, page, start)
+        load_window(M, window, at, P)
+        arch.cp_async_commit_group()
+        gate_weights = cute.make_rmem_tensor((2, 2, chunked.STEPS), Uint32)
+        taps = cute.make_rmem_tensor((2, CONV_WIDTH), P.conv_dtype)
+        bias = cute.make_rmem_tensor(2, P.conv_dtype)
+        load_weights(A, gate_weights, taps, bias, at, P)
+        cells = M.state.iterator.toint() + at.tid * 16
+        stage_state(cells, state_of(A, read, at, P) + _row_piece(warp, lane, P), P)
+        arch.cp_async_wait_group(_GROUPS)
+        arch.sync_threads()
+
+        raw = chunked.raw_gates(gate_weights, M.f_a, lane, P.chains, P)
+        store_decays(raw, M, A.lower_bound, at, P)
+        if warp < _CONVOLVING_WARPS:
+            none = chunked.Record(Int32(-1), Int64(0), Int64(0))
+            chunked.convolve_with(taps, bias, M, M.qkv, window, none, at.tid, P)
+        if const_expr(P.layout != "rows"):
+            store_window(M, window, at, P)
+        arch.sync_threads()
+
+        store_factors(M, A.scale, at, P)
+        if const_expr(P.layout == "rows"):
+            store_window(M, window, at, P)
+        arch.sync_threads()
+
+        for part in range_constexpr(_PASSES):
+            arch.cp_async_wait_group(_GROUPS - (part + 1) * (_GROUPS // _PASSES))
+            advance_window(A, cells, M, slots, part, at, P)
+        arch.sync_threads()
+        normalize_tokens(M, A.eps, results, at, P)
+    else:
+        arch.cp_async_commit_group()
+        arch.cp_async_wait_group(0)
+        store_zeros(results, at, P)
+
+
+@cute.jit
+def window_of(A: Arguments, page: Int32, start: Int32) -> chunked.Window:
+    address = A.conv_state + Int64(page) * A.conv_stride * 2
+    return chunked.Window(address, A.channel_stride, A.tap_stride, start)
+
+
+@cute.jit
+def state_of(A: Arguments, page: Int32, at: Place, P: cutlass.Constexpr) -> Int64:
+    """Address of the item's state in a page."""
+    return A.state + (Int64(page) * A.state_stride + Int64(at.head) * (HEAD_DIM * HEAD_DIM)) * P.item_bytes
+
+
+@cute.jit
+def record_of(A: Arguments, row: Int32, at: Place) -> chunked.Record:
+    first = Int64(at.head * A.record_tokens) * HEAD_DIM
+    return chunked.Record(
+        row,
+        A.key_gates + (Int64(row) * A.key_gates_stride + first * 2) * 2,
+        A.corrections + (Int64(row) * A.corrections_stride + first) * 4,
+    )
+
+
+@cute.jit
+def load_vectors(A: Arguments, M: cutlass.Constexpr, at: Place, P: cutlass.Constexpr) -> None:
+    """The head's vectors of FP32, by cp.async."""
+    quads = HEAD_DIM // 4
+    if at.tid < quads:
+        blocks.copy_async(M.dt_bias.iterator.toint() + at.tid * 16, A.dt_bias + Int64(at.channel + 4 * at.tid) * 4, 16)
+    if at.tid >= P.threads - quads:
+        unit = at.tid - (P.threads - quads)
+        blocks.copy_async(M.norm_weight.iterator.toint() + unit * 16, A.norm_weight + Int64(unit) * 16, 16)
+    if at.tid == quads:
+        blocks.copy_async(M.A_log.iterator.toint(), A.A_log + Int64(at.head) * 4, 4)
+
+
+@cute.jit
+def load_projection(A: Arguments, M: cutlass.Constexpr, request: Int32, at: Place, P: cutlass.Constexpr) -> None:
+    """The item's rows of q, k, v, output gate and f_a of all tokens; beta. A half-warp takes every third row of one."""
+    lanes, parts, step = HEAD_DIM // _UNIT, 5, 3
+    token_bytes = 2 * HEAD_DIM
+    row_bytes = A.pitch * 2
+    projected = A.projected + Int64(request * P.tokens) * row_bytes
+    part, first, u = at.tid // lanes % parts, at.tid // lanes // parts, at.tid % lanes
+    if first < step:
+        column = part * at.D + at.channel + u * _UNIT
+        target = M.x.iterator.toint() + (P.history * 3 + part) * token_bytes
+        distance, swizzle = Int32(3 * token_bytes), Int32(0)
+        if part == 3:
+            target, distance = M.out_gate.iterator.toint(), Int32(token_bytes)
+        if part == 4:
+            target, distance, swizzle = M.f_a.iterator.toint(), Int32(token_bytes), Int32(7)
+            column = column - at.channel
+        source = projected + first * row_bytes + Int64(column) * 2
+        for i in range_constexpr(ceil_div(P.tokens, step)):
+            token = first + i * step
+            if token < P.tokens:
+                cell = target + token * distance + (u ^ (token & swizzle)) * 16
+                if const_expr(P.streamable):
+                    blocks.copy_async(cell, source + i * (step * row_bytes), 16)
+                else:
+                    _copy_elements(cell, source + i * (step * row_bytes))
+    t = P.threads - 1 - at.tid
+    if t < P.tokens:
+        beta = projected + t * row_bytes + (Int64(4 * at.D + HEAD_DIM) * 2)
+        if const_expr(P.streamable):
+            # A word: the other half is beta of the neighbouring head, or padding of the row.
+            blocks.copy_async(M.beta.iterator.toint() + t * 4, beta + Int64(at.head // 2) * 4, 4)
+        else:
+            M.beta[at.head % 2, t] = blocks.at(BFloat16, beta, at.head)
+
+
+@cute.jit
+def _copy_elements(target: Int32, source: Int64) -> None:
+    """16 bytes to shared memory from any even address."""
+    values = cute.make_rmem_tensor(_UNIT, BFloat16)
+    for e in range_constexpr(_UNIT):
+        values[e] = blocks.at(BFloat16, source, Int32(e))
+    cell = cute.make_ptr(BFloat16, target, SMEM, assumed_align=16)
+    cute.autovec_copy(values, cute.make_tensor(cell, cute.make_layout(_UNIT)))
+
+
+@cute.jit
+def load_window(M: cutlass.Constexpr, window: chunked.Window, at: Place, P: cutlass.Constexpr) -> None:
+    """rows: all entries, `[3, 128, W]`; else entries start .. start+2, `[3 entries, 3, 128]`."""
+    if const_expr(P.layout == "rows"):
+        units = HEAD_DIM // _UNIT * window.channel_stride  # of one of q, k, v
+        base = M.window.iterator.toint()
+        for i in range_constexpr(ceil_div(3 * HEAD_DIM // _UNIT * P.window, P.threads)):
+            unit = at.tid + i * P.threads
+            if unit < 3 * units:
+                blocks.copy_async(base + unit * 16, _rows_unit(window, unit, units, at), 16)
+    elif const_expr(P.layout == "taps"):
+        base = M.window.iterator.toint()
+        total = _HISTORY * 3 * HEAD_DIM // _UNIT
+        for i in range_constexpr(ceil_div(total, P.threads)):
+            unit = at.tid + i * P.threads
+            if unit < total:
+                blocks.copy_async(base + unit * 16, _element(window, unit * _UNIT, window.start, at), 16)
+    else:
+        total = _HISTORY * 3 * HEAD_DIM
+        flat = cute.make_tensor(M.window.iterator, cute.make_layout(total))
+        for i in range_constexpr(ceil_div(total, P.threads)):
+            index = at.tid + i * P.threads
+            if index < total:
+                flat[index] = blocks.at(BFloat16, _element(window, index, window.start, at), Int32(0))
+
+
+@cute.jit
+def _rows_unit(window: chunked.Window, unit: Int32, units: Int32, at: Place) -> Int64:
+    """Address of a unit of this item in a dim-first window."""
+    part = Int32(0)
+    if unit >= units:
+        part = Int32(1)
+    if unit >= 2 * units:
+        part = Int32(2)
+    row_bytes = window.channel_stride * 2
+    return window.page + Int64(part * at.D + at.channel) * row_bytes + Int64(unit - part * units) * 16
+
+
+@cute.jit
+def _element(window: chunked.Window, index: Int32, first: Int32, at: Place) -> Int64:
+    """Address of element `index` of `[entries from first, 3, 128]` of this item."""
+    entry = first + index // (3 * HEAD_DIM)
+    c = index // HEAD_DIM % 3 * at.D + at.channel + index % HEAD_DIM
+    return window.page + (Int64(entry) * window.tap_stride + Int64(c) * window.channel_stride) * 2
+
+
+@cute.jit
+def store_window(M: cutlass.Constexpr, window: chunked.Window, at: Place, P: cutlass.Constexpr) -> None:
+    """The two inputs before this step's, then these, as the first tokens+2 entries."""
+    part_units = HEAD_DIM // _UNIT
+    if const_expr(P.layout == "rows"):
+        units = part_units * window.channel_stride
+        most = 3 * part_units * P.window
+        for i in range_constexpr(ceil_div(most, P.threads)):
+            unit = at.tid + i * P.threads
+            if unit < 3 * units:
+                _store_unit(M.window.iterator, unit, most, _rows_unit(window, unit, units, at))
+    else:
+        total = (P.tokens + 2) * 3 * HEAD_DIM
+        entries = M.x.iterator + 3 * HEAD_DIM
+        if const_expr(P.layout == "taps"):
+            for i in range_constexpr(ceil_div(total // _UNIT, P.threads)):
+                unit = at.tid + i * P.threads
+                if unit < total // _UNIT:
+                    _store_unit(entries, unit, total // _UNIT, _element(window, unit * _UNIT, Int32(0), at))
+        else:
+            flat = cute.make_tensor(entries, cute.make_layout(total))
+            for i in range_constexpr(ceil_div(total, P.threads)):
+                index = at.tid + i * P.threads
+                if index < total:
+                    blocks.put(BFloat16, _element(window, index, Int32(0), at), flat[index])
+
+
+@cute.jit
+def _store_unit(source: cute.Pointer, unit: Int32, units: cutlass.Constexpr, address: Int64) -> None:
+    """One of `units` 16-byte units of shared memory to global memory."""
+    values = cute.make_rmem_tensor(_UNIT, BFloat16)
+    layout = cute.make_layout((_UNIT, units), stride=(1, _UNIT))
+    cute.autovec_copy(cute.make_tensor(source, layout)[None, unit], values)
+    target = cute.make_ptr(BFloat16, address, GMEM, assumed_align=16)
+    cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(_UNIT)))
+
+
+@cute.jit
+def store_zeros(results: Int64, at: Place, P: cutlass.Constexpr) -> None:
+    """Zeros in this item's channels of all tokens."""
+    lanes = HEAD_DIM // 4
+    zeros = cute.make_rmem_tensor(4, BFloat16)
+    zeros.fill(BFloat16(0))
+    for i in range_constexpr(ceil_div(P.tokens * lanes, P.threads)):
+        index = at.tid + i * P.threads
+        if index < P.tokens * lanes:
+            _store_quad(zeros, results + (Int64(index // lanes) * at.D + 4 * (index % lanes)) * 2)
+
+
+@cute.jit
+def _store_quad(values: cute.Tensor, address: Int64) -> None:
+    target = cute.make_ptr(BFloat16, address, GMEM, assumed_align=8)
+    cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(4)))
+
+
+@cute.jit
+def load_weights(
+    A: Arguments,
+    gate_weights: cute.Tensor,
+    taps: cute.Tensor,
+    bias: cute.Tensor,
+    at: Place,
+    P: cutlass.Constexpr,
+) -> None:
+    """Gate weights, and convolution weight and bias of this thread's two channels, to registers."""
+    chunked.load_gate_weights(gate_weights, A.f_b + Int64(at.channel) * (2 * HEAD_DIM), at.warp, at.lane)
+    bias.fill(P.conv_dtype(0))
+    if at.warp < _CONVOLVING_WARPS:
+        part, pair = at.tid // (HEAD_DIM // 2), at.tid % (HEAD_DIM // 2)
+        size = P.weight_bytes
+        for tap in range_constexpr(CONV_WIDTH):
+            element = Int64(part * CONV_WIDTH + tap) * at.D + (at.channel + 2 * pair)
+            source = cute.make_ptr(P.conv_dtype, A.conv_weight + element * size, GMEM, assumed_align=2 * size)
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), taps[None, tap])
+        if A.conv_bias != Int64(0):
+            element = Int64(part) * at.D + (at.channel + 2 * pair)
+            source = cute.make_ptr(P.conv_dtype, A.conv_bias + element * size, GMEM, assumed_align=2 * size)
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), bias)
+    # Keeps these loads in front of the state's copies: behind them, they would come late.
+    arch.sync_warp()
 
 
 @cute.jit
 def _row_piece(warp: Int32, lane: Int32, P: cutlass.Constexpr) -> Int32:
     """Byte of a state where this thread's first cell lies: a half-warp holds a row, a warp rows 16 warp .. +15."""
     return ((16 * warp + lane // _LANES) * HEAD_DIM) * P.item_bytes + lane % _LANES * 16
+
+
+@cute.jit
+def stage_state(cells: Int32, item: Int64, P: cutlass.Constexpr) -> None:
+    """Ask for this thread's cells, in GROUPS commits."""
+    policy = blocks.evict_first() if const_expr(P.evict) else Int64(0)
+    for group in range_constexpr(_GROUPS):
+        stage_rows(cells, item, group, policy, P)
+        arch.cp_async_commit_group()
 
 
 @cute.jit
@@ -790,27 +818,8 @@ def stage_rows(cells: Int32, item: Int64, group: cutlass.Constexpr, policy: Int6
 
 
 @cute.jit
-def load_taps(
-    taps: cute.Tensor, bias: cute.Tensor, conv_weight: Int64, conv_bias: Int64, at: split.Place, P: cutlass.Constexpr
-) -> None:
-    """Convolution weight and bias of this thread's two channels."""
-    bias.fill(P.conv_dtype(0))
-    if at.warp < _CONVOLVING_WARPS:
-        part, pair = at.tid // (HEAD_DIM // 2), at.tid % (HEAD_DIM // 2)
-        size = P.weight_bytes
-        for tap in range_constexpr(CONV_WIDTH):
-            element = Int64(part * CONV_WIDTH + tap) * at.D + (at.channel + 2 * pair)
-            source = cute.make_ptr(P.conv_dtype, conv_weight + element * size, GMEM, assumed_align=2 * size)
-            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), taps[None, tap])
-        if conv_bias != Int64(0):
-            element = Int64(part) * at.D + (at.channel + 2 * pair)
-            source = cute.make_ptr(P.conv_dtype, conv_bias + element * size, GMEM, assumed_align=2 * size)
-            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), bias)
-
-
-@cute.jit
-def store_decays(
-    raw: tuple[Float32, ...], M: cutlass.Constexpr, lower_bound: Float32, at: split.Place, P: cutlass.Constexpr
+def store_decay(
+    raw: tuple[Float32, ...], M: cutlass.Constexpr, lower_bound: Float32, at: Place, P: cutlass.Constexpr
 ) -> None:
     """Decays of 16 features from `chunked.raw_gates`: all four lanes of a pair hold it, two take one each."""
     side = at.lane % 4
@@ -826,36 +835,51 @@ def convolve_token(
     M: cutlass.Constexpr,
     taps: cute.Tensor,
     bias: cute.Tensor,
-    window: split.Window,
-    at: split.Place,
+    window: chunked.Window,
+    at: Place,
     P: cutlass.Constexpr,
 ) -> None:
     """Two channels of one of q, k, v; a window of layout rows is rolled."""
     pairs = HEAD_DIM // 2
     part, pair = at.tid // pairs, at.tid % pairs
-    x = cute.make_tensor(
-        M.x.iterator, cute.make_layout((2, pairs, 3, P.history + 1), stride=(1, 2, HEAD_DIM, 3 * HEAD_DIM))
+    inputs = cute.make_tensor(
+        cute.recast_ptr(M.x.iterator, dtype=Uint32),
+        cute.make_layout((pairs, 3, P.history + 1), stride=(1, pairs, 3 * pairs)),
     )
-    past = cute.make_rmem_tensor((2, CONV_WIDTH - 1), BFloat16)
-    new = cute.make_rmem_tensor(2, BFloat16)
+    words = cute.make_rmem_tensor(CONV_WIDTH, Uint32)  # both channels of an entry
     if const_expr(P.layout == "rows"):
-        split.take_history(past, M, window, pair, part, P)
+        chunked.take_history(words, M, window, at.tid)
     else:
-        for e in range_constexpr(CONV_WIDTH - 1):
-            cute.autovec_copy(x[None, pair, part, e], past[None, e])
-    cute.autovec_copy(x[None, pair, part, P.history], new)
+        for e in range_constexpr(_HISTORY):
+            words[e] = inputs[pair, part, e]
+    words[_HISTORY] = inputs[pair, part, P.history]
     values = cute.make_rmem_tensor(2, Float32)
     for i in range_constexpr(2):
         y = bias[i].to(Float32)
-        for tap in range_constexpr(CONV_WIDTH - 1):
-            y += taps[i, tap].to(Float32) * past[i, tap].to(Float32)
-        y += taps[i, CONV_WIDTH - 1].to(Float32) * new[i].to(Float32)
+        for tap in range_constexpr(CONV_WIDTH):
+            seen = chunked.high_half(words[tap]) if const_expr(i == 1) else chunked.low_half(words[tap])
+            y += taps[i, tap].to(Float32) * seen
         values[i] = (y * blocks.sigmoid(y)).to(BFloat16).to(Float32)
-    place = (3 if part == 2 else part) * pairs + pair
+    target = (3 if part == 2 else part) * pairs + pair
     vectors = cute.make_tensor(M.vectors.iterator, cute.make_layout((2, 4 * pairs), stride=(1, 2)))
-    cute.autovec_copy(values, vectors[None, place])
+    cute.autovec_copy(values, vectors[None, target])
     if const_expr(P.layout == "rows"):
-        split.roll_window(past, x, M, window, pair, part, P)
+        chunked.roll_window(words, M, window, at.tid, P)
+
+
+@cute.jit
+def normalizers(
+    q: cute.Tensor, k: cute.Tensor, scale: Float32, lanes: cutlass.Constexpr
+) -> tuple[Float32, Float32, Float32]:
+    """rk, rq and (k.q) rk rq of a token whose q and k are spread over `lanes` lanes."""
+    kk, qq, kq = Float32(0), Float32(0), Float32(0)
+    for i in range_constexpr(cute.size(q)):
+        kk += k[i] * k[i]
+        qq += q[i] * q[i]
+        kq += k[i] * q[i]
+    rk = blocks.rsqrt(blocks.lane_sum(kk, 1, lanes) + Float32(_KEY_EPS))
+    rq = scale * blocks.rsqrt(blocks.lane_sum(qq, 1, lanes) + Float32(_KEY_EPS))
+    return rk, rq, blocks.lane_sum(kq, 1, lanes) * rk * rq
 
 
 @cute.jit
@@ -889,17 +913,10 @@ def advance_rows(
 
     Returns o of row j = lane / 4 % 2 in lanes 8.. of each half-warp.
     """
-    count = P.item_bytes // 2
     S = cute.make_rmem_tensor((_COLUMNS, 2), Float32)
     sums = cute.make_rmem_tensor(4, Float32)  # S dk of both rows, S dq of both
     for j in range_constexpr(2):
-        raw = cute.make_rmem_tensor(_COLUMNS, P.dtype)
-        width = 16 // P.item_bytes
-        pieces = cute.make_tensor(raw.iterator, cute.make_layout((width, count), stride=(1, width)))
-        for c in range_constexpr(count):
-            cell = cells + ((2 * group + j) * count + c) * (_THREADS * 16)
-            source = cute.make_tensor(cute.make_ptr(P.dtype, cell, SMEM, assumed_align=16), cute.make_layout(width))
-            cute.autovec_copy(source, pieces[None, c])
+        raw = take_row(cells, 2 * group + j, P)
         w, y = Float32(0), Float32(0)
         for i in range_constexpr(_COLUMNS):
             S[i, j] = raw[i].to(Float32)
@@ -920,6 +937,19 @@ def advance_rows(
             raw[i] = (S[i, j] * d[i] + u_row * k[i]).to(P.dtype)
         store_row(raw, item + (4 * group + 2 * j) * HEAD_DIM * P.item_bytes, P)
     return o
+
+
+@cute.jit
+def take_row(cells: Int32, row: cutlass.Constexpr, P: cutlass.Constexpr) -> cute.Tensor:
+    """This thread's columns of its row-th row, from their cells."""
+    count, width = P.item_bytes // 2, 16 // P.item_bytes
+    raw = cute.make_rmem_tensor(_COLUMNS, P.dtype)
+    pieces = cute.make_tensor(raw.iterator, cute.make_layout((width, count), stride=(1, width)))
+    for c in range_constexpr(count):
+        cell = cells + (row * count + c) * (_THREADS * 16)
+        source = cute.make_tensor(cute.make_ptr(P.dtype, cell, SMEM, assumed_align=16), cute.make_layout(width))
+        cute.autovec_copy(source, pieces[None, c])
+    return raw
 
 
 @cute.jit
@@ -946,7 +976,7 @@ def normalize_rows(
     """RMSNorm and output gate; lane 8 + 4j + group of a half-warp stores that group's row."""
     group = lane % 4
     mine = o[0]
-    for g in range_constexpr(1, chunked.GROUPS):
+    for g in range_constexpr(1, _GROUPS):
         mine = o[g] if group == g else mine
     row = 16 * warp + 4 * group + lane // 4 % 2 * 2 + lane // _LANES
     gated = M.norm_weight[row] * blocks.sigmoid(M.out_gate[row, 0].to(Float32))
@@ -962,103 +992,157 @@ def normalize_rows(
         blocks.put(BFloat16, results + Int64(row) * 2, (mine * rms * gated).to(BFloat16))
 
 
-@cute.kernel
-def kda_wide_recurrence(
-    projected: Int64,
-    conv_weight: Int64,
-    conv_bias: Int64,
-    conv_state: Int64,
-    f_b: Int64,
-    A_log: Int64,
-    dt_bias: Int64,
-    norm_weight: Int64,
-    state: Int64,
-    slots: Int64,
-    accepted: Int64,
-    corrections: Int64,
-    key_gates: Int64,
-    record_rows: Int64,
-    out: Int64,
-    pitch: Int64,
-    conv_stride: Int64,
-    channel_stride: Int32,
-    tap_stride: Int32,
-    state_stride: Int64,
-    slots_stride: Int32,
-    corrections_stride: Int64,
-    key_gates_stride: Int64,
-    record_tokens: Int32,
-    heads: Int32,
-    lower_bound: Float32,
-    scale: Float32,
-    eps: Float32,
+@cute.jit
+def store_decays(
+    raw: tuple[Float32, ...], M: cutlass.Constexpr, lower_bound: Float32, at: Place, P: cutlass.Constexpr
+) -> None:
+    """Decays of 16 features and all tokens from `chunked.raw_gates`."""
+    feature = 16 * at.warp + at.lane // 4 * 2
+    exp_A = blocks.exp(M.A_log[0])
+    decays = cute.make_tensor(
+        M.gamma.iterator, cute.make_layout((2, HEAD_DIM // 2, P.tokens), stride=(1, 2, chunked.GAMMA_PITCH))
+    )
+    for side in range_constexpr(2):
+        token = 2 * (at.lane % 4) + side
+        if token < P.tokens:
+            pair = cute.make_rmem_tensor(2, Float32)
+            for i in range_constexpr(2):
+                rounded = raw[2 * i + side].to(BFloat16).to(Float32)
+                pair[i] = blocks.exp(blocks.log_decay(rounded, M.dt_bias[feature + i], exp_A, lower_bound))
+            cute.autovec_copy(pair, decays[None, feature // 2, token])
+
+
+@cute.jit
+def store_factors(M: cutlass.Constexpr, scale: Float32, at: Place, P: cutlass.Constexpr) -> None:
+    """Per token rk, rq, (k.q) rk rq and beta; a warp per token."""
+    if at.warp < P.tokens:
+        quads = cute.make_tensor(
+            M.qkv.iterator,
+            cute.make_layout((4, 32, 3, P.tokens), stride=(1, 4, HEAD_DIM, chunked.QKV_PITCH)),
+        )
+        q = cute.make_rmem_tensor(4, Float32)
+        k = cute.make_rmem_tensor(4, Float32)
+        for part in range_constexpr(2):
+            raw = cute.make_rmem_tensor(4, BFloat16)
+            cute.autovec_copy(quads[None, at.lane, part, at.warp], raw)
+            for e in range_constexpr(4):
+                if const_expr(part == 0):
+                    q[e] = raw[e].to(Float32)
+                else:
+                    k[e] = raw[e].to(Float32)
+        rk, rq, kq = normalizers(q, k, scale, 32)
+        if at.lane == 0:
+            M.factors[0, at.warp] = rk
+            M.factors[1, at.warp] = rq
+            M.factors[2, at.warp] = kq
+            M.factors[3, at.warp] = blocks.sigmoid(M.beta[at.head % 2, at.warp].to(Float32))
+
+
+@cute.jit
+def advance_window(
+    A: Arguments,
+    cells: Int32,
+    M: cutlass.Constexpr,
+    slots: Int32,
+    part: cutlass.Constexpr,
+    at: Place,
     P: cutlass.Constexpr,
 ) -> None:
-    """A window token by token: `split.kda_split` for one CTA."""
-    tid, _, _ = arch.thread_idx()
-    head, request, _ = arch.block_idx()
-    lane = tid % 32
-    warp = arch.make_warp_uniform(tid // 32)
+    """A pass's rows 8 part + 2j + half, j < 4, by all tokens, from their cells; each state to its page.
 
-    table = slots + Int64(request) * slots_stride * 4
-    mine = blocks.at(Int32, table, min(lane, P.tokens - 1) if const_expr(P.kind == "spec") else Int32(0))
-    page, read, start, row = mine, mine, Int32(0), Int32(-1)
-    if const_expr(P.kind == "spec"):
-        count = blocks.at(Int32, accepted, request)
-        start = min(max(count - 1, Int32(0)), Int32(P.tokens - 1))
-        page = arch.shuffle_sync(mine, 0)
-        read = arch.shuffle_sync(mine, start)
-    else:
-        row = blocks.pinned(blocks.at(Int32, record_rows, request))
+    slots   lane t holds that of token t
+    """
+    S = cute.make_rmem_tensor((_COLUMNS, _PASS_ROWS), Float32)
+    for j in range_constexpr(_PASS_ROWS):
+        raw = take_row(cells, part * _PASS_ROWS + j, P)
+        for i in range_constexpr(_COLUMNS):
+            S[i, j] = raw[i].to(Float32)
+    # The row whose sums this lane gets: w of it, or in lanes 8.. of a half-warp y.
+    own = 16 * at.warp + 2 * _PASS_ROWS * part + at.lane % 8 // 2 * 2 + at.lane // _LANES
+    half = (32 - _LANES) << 8 | 31
+    first = 2 * _PASS_ROWS * part * HEAD_DIM * P.item_bytes + _row_piece(at.warp, at.lane, P)
+    for t in cutlass.range(P.tokens, unroll=1):
+        d = take_decays(M, t, at.lane, P)
+        k = take_columns(M, 1, t, at.lane, P)
+        q = take_columns(M, 0, t, at.lane, P)
+        factor = cute.make_rmem_tensor(4, Float32)  # rk, rq, (k.q) rk rq, beta
+        cute.autovec_copy(M.factors[None, t], factor)
+        sums = cute.make_rmem_tensor(2 * _PASS_ROWS, Float32)
+        for j in range_constexpr(_PASS_ROWS):
+            w, y = Float32(0), Float32(0)
+            for i in range_constexpr(_COLUMNS):
+                S[i, j] = S[i, j] * d[i]
+                w += S[i, j] * k[i]
+                y += S[i, j] * q[i]
+            sums[j] = w
+            sums[_PASS_ROWS + j] = y
+        total = blocks.row_sums(sums, 2 * _PASS_ROWS, _LANES, at.lane)
+        v = M.qkv[t * chunked.QKV_PITCH + 2 * HEAD_DIM + own].to(Float32)
+        u = factor[3] * (v - total * factor[0])
+        o = total * factor[1] + factor[2] * arch.shuffle_sync_bfly(u, offset=8)
+        if at.lane % _LANES >= 8 and at.lane % 2 == 0:
+            M.o[own, t] = o.to(BFloat16)
+        slot = arch.shuffle_sync(slots, t)
+        page = state_of(A, slot, at, P) + first
+        for j in range_constexpr(_PASS_ROWS):
+            u_row = arch.shuffle_sync(u, 2 * j, mask_and_clamp=half) * factor[0]
+            raw = cute.make_rmem_tensor(_COLUMNS, P.dtype)
+            for i in range_constexpr(_COLUMNS):
+                S[i, j] = S[i, j] + u_row * k[i]
+                raw[i] = S[i, j].to(P.dtype)
+            if slot > 0:
+                store_row(raw, page + 2 * j * HEAD_DIM * P.item_bytes, P)
 
-    M = split.allocate(P)
-    at = split.Place(tid, warp, lane, Int32(0), head, head * HEAD_DIM, heads * HEAD_DIM)
-    split.load_weights(M, conv_weight, conv_bias, f_b, A_log, dt_bias, norm_weight, at, P)
-    results = out + (Int64(request * P.tokens) * at.D + at.channel) * 2
-    if page > 0 and read > 0:
-        window = split.Window(conv_state + Int64(page) * conv_stride * 2, channel_stride, tap_stride, start)
-        split.load_window(M, window, at, P)
-        pages = state + Int64(head * (HEAD_DIM * HEAD_DIM) + split.thread_offset(at, P)) * P.item_bytes
-        page_bytes = state_stride * P.item_bytes
-        raw = cute.make_rmem_tensor((P.vector, P.chunks, P.thread_rows), P.dtype)
-        if const_expr(P.staging == "registers"):
-            split.load_state(raw, pages + Int64(read) * page_bytes, P)
-        arch.griddepcontrol_wait()
-        arch.griddepcontrol_launch_dependents()
-        split.load_projection(M, projected + Int64(request * P.tokens) * pitch * 2, pitch, at, P)
-        arch.cp_async_commit_group()
-        if const_expr(P.staging == "shared"):
-            split.stage_state(M, pages + Int64(read) * page_bytes, at, P)
-            arch.cp_async_commit_group()
-            arch.cp_async_wait_group(1)
-        else:
-            arch.cp_async_wait_group(0)
-        arch.sync_threads()
 
-        first = Int64(head * record_tokens) * HEAD_DIM
-        record = split.Record(
-            row,
-            key_gates + (Int64(row) * key_gates_stride + first * 2) * 2,
-            corrections + (Int64(row) * corrections_stride + first) * 4,
-        )
-        split.gate(M, lower_bound, record, at, P)
-        split.convolve(M, window, record, at, P)
-        arch.sync_threads()
-        if const_expr(P.staging == "shared"):
-            arch.cp_async_wait_group(0)
-            split.unstage_state(raw, M, at, P)
-        split.factors(M, scale, at, P)
-        arch.sync_threads()
-        split.store_window(M, window, at, P)
-        S = cute.make_rmem_tensor((P.vector, P.chunks, P.thread_rows), Float32)
-        S.store(raw.load().to(Float32))
-        own = warp * P.warp_rows + P.step * (lane % P.lanes // P.copies) + lane // P.lanes  # row of this lane's sums
-        split.recurrence(S, M, mine, pages, page_bytes, own, at, P)
-        arch.sync_threads()
-        split.normalize(M, eps, results, record, at, P)
-    else:
-        arch.cp_async_commit_group()
-        arch.cp_async_wait_group(0)
-        arch.griddepcontrol_wait()
-        arch.griddepcontrol_launch_dependents()
-        split.store_zeros(results, at, P)
+@cute.jit
+def take_columns(
+    M: cutlass.Constexpr, part: cutlass.Constexpr, token: Int32, lane: Int32, P: cutlass.Constexpr
+) -> cute.Tensor:
+    """q or k in this lane's columns, as `take_vector`."""
+    stride = (1, 4, 64) if const_expr(P.state_dtype == "fp32") else (1, 8, 4)
+    quads = cute.make_tensor(
+        M.qkv.iterator + part * HEAD_DIM,
+        cute.make_layout((4, _LANES, 2, P.tokens), stride=(*stride, chunked.QKV_PITCH)),
+    )
+    x = cute.make_rmem_tensor(_COLUMNS, Float32)
+    for c in range_constexpr(2):
+        raw = cute.make_rmem_tensor(4, BFloat16)
+        cute.autovec_copy(quads[None, lane % _LANES, c, token], raw)
+        for e in range_constexpr(4):
+            x[4 * c + e] = raw[e].to(Float32)
+    return x
+
+
+@cute.jit
+def take_decays(M: cutlass.Constexpr, token: Int32, lane: Int32, P: cutlass.Constexpr) -> cute.Tensor:
+    """A token's decays in this lane's columns, as `take_vector`."""
+    stride = (1, 4, 64) if const_expr(P.state_dtype == "fp32") else (1, 8, 4)
+    quads = cute.make_tensor(
+        M.gamma.iterator, cute.make_layout((4, _LANES, 2, P.tokens), stride=(*stride, chunked.GAMMA_PITCH))
+    )
+    x = cute.make_rmem_tensor((4, 2), Float32)
+    for c in range_constexpr(2):
+        cute.autovec_copy(quads[None, lane % _LANES, c, token], x[None, c])
+    return cute.make_tensor(x.iterator, cute.make_layout(_COLUMNS))
+
+
+@cute.jit
+def normalize_tokens(M: cutlass.Constexpr, eps: Float32, results: Int64, at: Place, P: cutlass.Constexpr) -> None:
+    """RMSNorm and output gate of all tokens; a warp per token, four channels per lane."""
+    if at.warp < P.tokens:
+        layout = cute.make_layout((4, 32, P.tokens), stride=(1, 4, HEAD_DIM))
+        raw = cute.make_rmem_tensor(4, BFloat16)
+        gates = cute.make_rmem_tensor(4, BFloat16)
+        weights = cute.make_rmem_tensor(4, Float32)
+        cute.autovec_copy(cute.make_tensor(M.o.iterator, layout)[None, at.lane, at.warp], raw)
+        cute.autovec_copy(cute.make_tensor(M.out_gate.iterator, layout)[None, at.lane, at.warp], gates)
+        quads = cute.make_layout((4, 32), stride=(1, 4))
+        cute.autovec_copy(cute.make_tensor(M.norm_weight.iterator, quads)[None, at.lane], weights)
+        square = Float32(0)
+        for e in range_constexpr(4):
+            square += raw[e].to(Float32) * raw[e].to(Float32)
+        rms = blocks.rsqrt(blocks.lane_sum(square, 1, 32) * Float32(1 / HEAD_DIM) + eps)
+        for e in range_constexpr(4):
+            gated = weights[e] * blocks.sigmoid(gates[e].to(Float32))
+            raw[e] = (raw[e].to(Float32) * rms * gated).to(BFloat16)
+        _store_quad(raw, results + (Int64(at.warp) * at.D + 4 * at.lane) * 2)

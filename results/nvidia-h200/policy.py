@@ -5,11 +5,13 @@
 # cuda 13.0, cutlass_dsl 4.8.1, driver 580.159.04, torch 2.11.0+cu130, triton 3.6.0
 # 380 cells, 0 of them without a winner
 # measured but held back (held.json): KdaWS, KdaWide
+# 168 entries of CHOICES
 # regret on the fitted cells, all: geometric mean 0.02 %, p99 0.41 %, max 0.49 %
 # regret on the fitted cells, decode: geometric mean 0.05 %, p99 0.49 %, max 0.49 %
-# regret on the fitted cells, spec: geometric mean 0.01 %, p99 0.46 %, max 0.46 %
-# regret on the fitted cells, record: geometric mean 0.01 %, p99 0.27 %, max 0.46 %
-# with SPEC_SCHEDULE for all windows, all: geometric mean 1.29 %, p99 15.04 %, max 21.50 %
+# regret on the fitted cells, spec: geometric mean 0.02 %, p99 0.46 %, max 0.46 %
+# regret on the fitted cells, record: geometric mean 0.01 %, p99 0.39 %, max 0.46 %
+# with thresholds and schedules in place of CHOICES, all: geometric mean 0.02 %, p99 0.41 %, max 0.49 %
+# with SPEC_SCHEDULE for all windows, too, all: geometric mean 1.29 %, p99 15.04 %, max 21.50 %
 # certificate: none (no cells measured after the fit)
 """Dispatch policy of one device, fitted on measured steps. docs/policy.md says what each constant means."""
 
@@ -17,20 +19,104 @@ from __future__ import annotations
 
 import math
 import operator
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple, SupportsIndex
 
 Options = Mapping[str, int | str | bool]
+Taker = tuple[str, Options]
+"""A variant and its options."""
 
 DEVICE = "NVIDIA H200"
 SMS = 132
 CAPABILITY = (9, 0)
+RECORDS = "sha256:c7b8c64dcf9ff94b0a0628adf0692e746df45ccf2d01d5b4f1e18fec395e76e6"
+
+KDA_SPLIT_01: Taker = (
+    "KdaSplit",
+    {"gate_mode": 0, "lanes_per_row": 32, "pdl": False, "split": 2, "staging": "shared", "threads": 128},
+)
+KDA_SPLIT_02: Taker = ("KdaSplit", {"gate_mode": 0, "pdl": False, "split": 1, "staging": "registers"})
+KDA_SPLIT_03: Taker = ("KdaSplit", {"gate_mode": 0, "pdl": False, "split": 1, "staging": "shared"})
+KDA_SPLIT_04: Taker = ("KdaSplit", {"gate_mode": 0, "pdl": False, "split": 4, "staging": "shared", "threads": 128})
+KDA_SPLIT_05: Taker = ("KdaSplit", {"gate_mode": 0, "pdl": True, "split": 1, "staging": "shared"})
+KDA_SPLIT_06: Taker = (
+    "KdaSplit",
+    {"gate_mode": 2, "lanes_per_row": 32, "pdl": False, "split": 2, "staging": "shared", "threads": 128},
+)
+KDA_SPLIT_07: Taker = ("KdaSplit", {"gate_mode": 2, "pdl": False, "split": 4, "staging": "shared", "threads": 128})
+KDA_SPLIT_08: Taker = (
+    "KdaSplit",
+    {"lanes_per_row": 32, "pdl": False, "split": 2, "staging": "shared", "stream_hints": False, "threads": 128},
+)
+KDA_SPLIT_09: Taker = ("KdaSplit", {"lanes_per_row": 32, "pdl": True, "split": 2, "staging": "shared", "threads": 128})
+KDA_SPLIT_10: Taker = ("KdaSplit", {"pdl": False, "split": 1})
+KDA_SPLIT_11: Taker = ("KdaSplit", {"pdl": False, "split": 8, "threads": 128})
+KDA_SPLIT_12: Taker = ("KdaSplit", {"pdl": True, "split": 8, "threads": 128})
+
+# fmt: off
+# (kind, tokens) -> heads -> items from which a variant with its options takes the step
+CHOICES: dict[tuple[str, int], dict[int, dict[int, Taker]]] = {
+    ("decode", 1): {
+        6: {1: KDA_SPLIT_12, 32: KDA_SPLIT_09, 70: KDA_SPLIT_05, 121: KDA_SPLIT_09, 689: KDA_SPLIT_08},
+        12: {1: KDA_SPLIT_11, 18: KDA_SPLIT_07, 31: KDA_SPLIT_06, 67: KDA_SPLIT_03, 117: KDA_SPLIT_08,
+            133: KDA_SPLIT_06, 271: KDA_SPLIT_08},
+        24: {1: KDA_SPLIT_07, 32: KDA_SPLIT_06, 67: KDA_SPLIT_03, 86: KDA_SPLIT_06, 275: KDA_SPLIT_08},
+        48: {1: KDA_SPLIT_06, 275: KDA_SPLIT_08, 324: KDA_SPLIT_06, 564: KDA_SPLIT_08},
+        96: {1: KDA_SPLIT_08, 145: KDA_SPLIT_07, 261: KDA_SPLIT_04, 462: KDA_SPLIT_08, 14567: KDA_SPLIT_03},
+    },
+    ("record", 2): {
+        6: {1: KDA_SPLIT_12, 33: KDA_SPLIT_09, 71: KDA_SPLIT_05, 130: KDA_SPLIT_09, 133: KDA_SPLIT_07,
+            145: KDA_SPLIT_09, 240: KDA_SPLIT_02, 265: KDA_SPLIT_07, 289: KDA_SPLIT_02},
+        12: {1: KDA_SPLIT_11, 18: KDA_SPLIT_07, 48: KDA_SPLIT_08, 67: KDA_SPLIT_03, 112: KDA_SPLIT_07,
+            126: KDA_SPLIT_08, 133: KDA_SPLIT_07, 183: KDA_SPLIT_02, 265: KDA_SPLIT_07, 289: KDA_SPLIT_02},
+        24: {1: KDA_SPLIT_07, 37: KDA_SPLIT_08, 67: KDA_SPLIT_07, 191: KDA_SPLIT_08, 195: KDA_SPLIT_02,
+            265: KDA_SPLIT_07, 326: KDA_SPLIT_02},
+        48: {1: KDA_SPLIT_08, 133: KDA_SPLIT_07, 190: KDA_SPLIT_02, 265: KDA_SPLIT_07, 355: KDA_SPLIT_02},
+        96: {1: KDA_SPLIT_09, 120: KDA_SPLIT_07, 240: KDA_SPLIT_02, 20655: KDA_SPLIT_10},
+    },
+    ("record", 4): {
+        6: {1: KDA_SPLIT_12, 40: KDA_SPLIT_05, 133: KDA_SPLIT_04, 145: KDA_SPLIT_01, 240: KDA_SPLIT_02,
+            265: KDA_SPLIT_01, 491: KDA_SPLIT_02},
+        12: {1: KDA_SPLIT_11, 18: KDA_SPLIT_04, 40: KDA_SPLIT_01, 67: KDA_SPLIT_03, 111: KDA_SPLIT_01,
+            126: KDA_SPLIT_03, 133: KDA_SPLIT_04, 147: KDA_SPLIT_01, 240: KDA_SPLIT_02, 265: KDA_SPLIT_01,
+            445: KDA_SPLIT_02},
+        24: {1: KDA_SPLIT_04, 37: KDA_SPLIT_01, 67: KDA_SPLIT_04, 80: KDA_SPLIT_03, 101: KDA_SPLIT_01,
+            133: KDA_SPLIT_04, 150: KDA_SPLIT_01, 207: KDA_SPLIT_02, 265: KDA_SPLIT_01, 439: KDA_SPLIT_02},
+        48: {1: KDA_SPLIT_01, 133: KDA_SPLIT_04, 172: KDA_SPLIT_01, 216: KDA_SPLIT_02, 265: KDA_SPLIT_01,
+            512: KDA_SPLIT_02, 9598: KDA_SPLIT_10},
+        96: {1: KDA_SPLIT_01, 240: KDA_SPLIT_02, 352: KDA_SPLIT_01, 2434: KDA_SPLIT_02, 13034: KDA_SPLIT_08},
+    },
+    ("record", 8): {
+        6: {1: KDA_SPLIT_12, 16: KDA_SPLIT_04, 61: KDA_SPLIT_05, 88: KDA_SPLIT_03, 120: KDA_SPLIT_02},
+        12: {1: KDA_SPLIT_04, 66: KDA_SPLIT_03, 110: KDA_SPLIT_02},
+        24: {1: KDA_SPLIT_04, 66: KDA_SPLIT_03, 113: KDA_SPLIT_01, 126: KDA_SPLIT_02},
+        48: {1: KDA_SPLIT_04, 73: KDA_SPLIT_01, 120: KDA_SPLIT_02},
+        96: {1: KDA_SPLIT_01, 120: KDA_SPLIT_02},
+    },
+    ("spec", 4): {
+        6: {1: KDA_SPLIT_12, 45: KDA_SPLIT_09, 68: KDA_SPLIT_05, 120: KDA_SPLIT_09, 133: KDA_SPLIT_04,
+            145: KDA_SPLIT_01, 240: KDA_SPLIT_02, 265: KDA_SPLIT_04, 289: KDA_SPLIT_01, 666: KDA_SPLIT_02,
+            1123: KDA_SPLIT_01},
+        12: {1: KDA_SPLIT_11, 18: KDA_SPLIT_04, 54: KDA_SPLIT_01, 67: KDA_SPLIT_04, 84: KDA_SPLIT_01,
+            133: KDA_SPLIT_04, 159: KDA_SPLIT_01, 240: KDA_SPLIT_02, 265: KDA_SPLIT_04, 289: KDA_SPLIT_01,
+            662: KDA_SPLIT_02, 1086: KDA_SPLIT_01},
+        24: {1: KDA_SPLIT_04, 37: KDA_SPLIT_01, 67: KDA_SPLIT_04, 105: KDA_SPLIT_01, 133: KDA_SPLIT_04,
+            163: KDA_SPLIT_01, 212: KDA_SPLIT_04, 252: KDA_SPLIT_02, 265: KDA_SPLIT_04, 330: KDA_SPLIT_01,
+            684: KDA_SPLIT_02, 968: KDA_SPLIT_01},
+        48: {1: KDA_SPLIT_04, 73: KDA_SPLIT_03, 120: KDA_SPLIT_04, 172: KDA_SPLIT_01, 214: KDA_SPLIT_02,
+            265: KDA_SPLIT_04, 356: KDA_SPLIT_01, 670: KDA_SPLIT_02, 1024: KDA_SPLIT_01},
+        96: {1: KDA_SPLIT_01, 240: KDA_SPLIT_04, 359: KDA_SPLIT_01, 518: KDA_SPLIT_02, 1164: KDA_SPLIT_01,
+            19855: KDA_SPLIT_02},
+    },
+}
+# fmt: on
 
 # Thresholds in items = heads * requests; None: never.
-FUSED_ITEMS: dict[int, int] = {}
+FUSED_ITEMS: dict[int, int | None] = {}
 FUSED_DEFAULT_ITEMS: int | None = None
+FUSED_SPLIT: dict[int, int] = {}
 FUSED_WS_ITEMS: int | None = None
 WS_ITEMS: dict[str, int | None] = {"decode": None, "record": None, "spec": None}
 WS_SMALL: int | None = None
@@ -327,8 +413,8 @@ POLICIES: dict[int, dict[tuple[int, int], tuple[int, int]]] = {
         (256, 1): (3216, 2), (256, 2): (3216, 0), (256, 4): (3216, 0), (256, 8): (3216, 0)},
     12: {(1, 1): (6288, 2), (1, 2): (6288, 2), (1, 4): (6288, 2), (1, 8): (6288, 0), (2, 1): (6288, 2),
         (2, 2): (6288, 2), (2, 4): (6288, 0), (2, 8): (6288, 0), (3, 1): (6288, 2), (3, 2): (6288, 2),
-        (3, 4): (6288, 0), (3, 8): (6288, 0), (4, 1): (6288, 2), (4, 2): (6288, 0), (4, 4): (6288, 0),
-        (4, 8): (6288, 0), (5, 1): (6288, 2), (5, 2): (6288, 0), (5, 4): (6288, 0), (5, 8): (6288, 0),
+        (3, 4): (6288, 0), (3, 8): (6288, 0), (4, 1): (6288, 2), (4, 2): (6288, 2), (4, 4): (6288, 0),
+        (4, 8): (6288, 0), (5, 1): (6288, 2), (5, 2): (6288, 2), (5, 4): (6288, 0), (5, 8): (6288, 0),
         (6, 1): (6288, 0), (6, 2): (6288, 0), (6, 4): (6288, 0), (6, 8): (6288, 0), (8, 1): (6288, 0),
         (8, 2): (6288, 0), (8, 4): (6288, 0), (8, 8): (6288, 0), (10, 1): (6288, 2), (10, 2): (6288, 2),
         (10, 4): (6288, 0), (10, 8): (6288, 0), (11, 1): (6288, 2), (11, 2): (6288, 2), (11, 4): (6288, 0),
@@ -341,11 +427,11 @@ POLICIES: dict[int, dict[tuple[int, int], tuple[int, int]]] = {
         (128, 2): (6288, 0), (128, 4): (6288, 0), (128, 8): (6288, 0), (256, 1): (6288, 2), (256, 2): (6288, 0),
         (256, 4): (6288, 0), (256, 8): (6288, 0)},
     24: {(1, 1): (12448, 2), (1, 2): (12448, 2), (1, 4): (12448, 0), (1, 8): (12448, 0), (2, 1): (12448, 2),
-        (2, 2): (12448, 0), (2, 4): (12448, 0), (2, 8): (12448, 0), (3, 1): (12448, 0), (3, 2): (12448, 2),
+        (2, 2): (12448, 2), (2, 4): (12448, 0), (2, 8): (12448, 0), (3, 1): (12448, 0), (3, 2): (12448, 2),
         (3, 4): (12448, 0), (3, 8): (12448, 0), (4, 1): (12448, 2), (4, 2): (12448, 2), (4, 4): (12448, 0),
         (4, 8): (12448, 0), (5, 1): (12448, 2), (5, 2): (12448, 2), (5, 4): (12448, 0), (5, 8): (12448, 0),
         (6, 1): (12448, 2), (6, 2): (12448, 2), (6, 4): (12448, 0), (6, 8): (12448, 0), (8, 1): (12448, 2),
-        (8, 2): (12448, 0), (8, 4): (12448, 0), (8, 8): (12448, 0), (10, 1): (12448, 2), (10, 2): (12448, 0),
+        (8, 2): (12448, 2), (8, 4): (12448, 0), (8, 8): (12448, 0), (10, 1): (12448, 2), (10, 2): (12448, 0),
         (10, 4): (12448, 0), (10, 8): (12448, 0), (11, 1): (12448, 2), (11, 2): (12448, 0), (11, 4): (12448, 0),
         (11, 8): (12448, 0), (12, 1): (12448, 2), (12, 2): (12448, 2), (12, 4): (12448, 0), (12, 8): (12448, 0),
         (16, 1): (12448, 2), (16, 2): (12448, 0), (16, 4): (12448, 0), (16, 8): (12448, 0), (32, 1): (12448, 2),
@@ -381,10 +467,10 @@ MEASURED: dict[str, dict[int, dict[int, dict[int, float | None]]]] = {
         },
         12: {
             1: {1: 2.979, 2: 2.655, 3: 2.428, 4: 2.418, 5: 2.219, 6: 2.198, 8: 2.019, 10: 1.949, 11: 1.891, 12: 1.797,
-                16: 1.741, 21: 1.626, 22: 1.609, 23: 1.520, 32: 1.391, 64: 1.335, 128: 1.241, 256: 1.224},
+                16: 1.741, 21: 1.627, 22: 1.608, 23: 1.520, 32: 1.391, 64: 1.335, 128: 1.241, 256: 1.224},
         },
         24: {
-            1: {1: 2.554, 2: 2.383, 3: 2.053, 4: 1.996, 5: 1.956, 6: 1.757, 8: 1.642, 10: 1.667, 11: 1.656, 12: 1.446,
+            1: {1: 2.554, 2: 2.378, 3: 2.053, 4: 1.996, 5: 1.956, 6: 1.757, 8: 1.642, 10: 1.665, 11: 1.662, 12: 1.446,
                 16: 1.385, 32: 1.346, 64: 1.251, 128: 1.205, 256: 1.175},
         },
         48: {
@@ -409,7 +495,7 @@ MEASURED: dict[str, dict[int, dict[int, dict[int, float | None]]]] = {
                 128: 3.533, 256: 3.562},
         },
         12: {
-            2: {1: 2.952, 2: 2.784, 3: 2.678, 4: 2.626, 5: 2.573, 6: 2.501, 8: 2.355, 10: 2.474, 11: 2.369, 12: 2.451,
+            2: {1: 2.952, 2: 2.784, 3: 2.678, 4: 2.614, 5: 2.565, 6: 2.501, 8: 2.355, 10: 2.474, 11: 2.372, 12: 2.451,
                 16: 2.116, 21: 2.392, 22: 2.418, 23: 1.999, 32: 1.941, 64: 1.881, 128: 1.817, 256: 1.873},
             4: {1: 3.528, 2: 3.336, 3: 3.080, 4: 3.091, 5: 3.034, 6: 2.992, 8: 2.710, 10: 2.977, 11: 2.746, 12: 2.648,
                 16: 3.243, 21: 3.056, 22: 3.098, 23: 2.604, 32: 2.833, 64: 2.628, 128: 2.799, 256: 2.639},
@@ -417,7 +503,7 @@ MEASURED: dict[str, dict[int, dict[int, dict[int, float | None]]]] = {
                 16: 3.534, 21: 4.030, 22: 4.041, 23: 2.876, 32: 3.398, 64: 3.454, 128: 3.581, 256: 3.412},
         },
         24: {
-            2: {1: 2.751, 2: 2.380, 3: 2.500, 4: 2.174, 5: 3.024, 6: 2.760, 8: 2.115, 10: 2.229, 11: 2.256, 12: 1.987,
+            2: {1: 2.751, 2: 2.378, 3: 2.500, 4: 2.174, 5: 3.024, 6: 2.760, 8: 2.107, 10: 2.229, 11: 2.256, 12: 1.987,
                 16: 2.007, 32: 1.903, 64: 1.782, 128: 1.701, 256: 1.656},
             4: {1: 3.348, 2: 2.939, 3: 2.758, 4: 2.718, 5: 3.273, 6: 3.104, 8: 3.134, 10: 2.885, 11: 2.868, 12: 2.444,
                 16: 2.780, 32: 2.659, 64: 2.394, 128: 2.694, 256: 2.801},
@@ -427,7 +513,7 @@ MEASURED: dict[str, dict[int, dict[int, dict[int, float | None]]]] = {
         48: {
             2: {1: 2.280, 2: 2.279, 3: 2.339, 4: 2.046, 5: 2.072, 6: 2.066, 8: 1.930, 16: 1.863, 32: 1.714, 64: 1.711,
                 128: 1.803, 256: 1.802},
-            4: {1: 2.723, 2: 2.570, 3: 2.873, 4: 3.307, 5: 2.885, 6: 2.399, 8: 2.692, 16: 2.684, 32: 2.564, 64: 2.783,
+            4: {1: 2.723, 2: 2.570, 3: 2.873, 4: 3.307, 5: 2.885, 6: 2.399, 8: 2.705, 16: 2.684, 32: 2.564, 64: 2.783,
                 128: 2.951, 256: 2.654},
             8: {1: 3.663, 2: 3.370, 3: 3.649, 4: 3.503, 5: 3.553, 6: 3.083, 8: 3.540, 16: 3.304, 32: 3.393, 64: 3.375,
                 128: 4.077, 256: 3.459},
@@ -441,6 +527,8 @@ MEASURED: dict[str, dict[int, dict[int, dict[int, float | None]]]] = {
                 256: 3.185},
         },
     },
+    "replay": {
+    },
     "spec": {
         6: {
             4: {1: 3.603, 2: 3.497, 3: 3.033, 4: 2.790, 5: 2.675, 6: 2.573, 8: 2.306, 10: 2.240, 11: 2.198, 12: 2.176,
@@ -448,7 +536,7 @@ MEASURED: dict[str, dict[int, dict[int, dict[int, float | None]]]] = {
                 128: 1.480, 256: 1.386},
         },
         12: {
-            4: {1: 2.885, 2: 2.538, 3: 2.182, 4: 2.078, 5: 2.013, 6: 1.829, 8: 1.629, 10: 1.740, 11: 1.654, 12: 1.709,
+            4: {1: 2.885, 2: 2.538, 3: 2.182, 4: 2.071, 5: 2.013, 6: 1.829, 8: 1.629, 10: 1.740, 11: 1.654, 12: 1.709,
                 16: 1.781, 21: 1.627, 22: 1.619, 23: 1.574, 32: 1.549, 64: 1.463, 128: 1.393, 256: 1.442},
         },
         24: {
@@ -468,6 +556,7 @@ MEASURED: dict[str, dict[int, dict[int, dict[int, float | None]]]] = {
 # fmt: on
 
 _PLAIN: Options = {"pdl": False}
+_STREAMING = ("KdaWS", "KdaStream", "KdaFusedWS")
 _MAX_TOKENS = 8
 _WINDOWS = range(2, _MAX_TOKENS + 1)
 _MAX_REMEMBERED = 65536
@@ -504,6 +593,8 @@ _Rule = tuple[_Made, int, float, int, bool]
 """A threshold that is ever reached: items from which and below which it holds, fewest heads, whether it streams."""
 _Plan = tuple[list[_Rule], _Rows, tuple[int, ...]]
 """What applies to a kind and token count: thresholds in order, rows of schedules, and their heads."""
+_Row = tuple[list[int], list[Choice]]
+"""Items from which each choice holds, and the choices."""
 
 _remembered: dict[tuple[int, int, int, str, bool], Choice] = {}
 
@@ -533,7 +624,7 @@ def choose(
         key = _checked(heads, requests, tokens, kind, streamable)
     if len(_remembered) >= _MAX_REMEMBERED:
         _remembered.clear()
-    choice = _remembered[key] = next(_rules(*key))[1]
+    choice = _remembered[key] = _first(*key)
     return choice
 
 
@@ -541,7 +632,12 @@ def ranked(
     heads: SupportsIndex, requests: SupportsIndex, tokens: SupportsIndex, kind: str, *, streamable: bool = True
 ) -> tuple[Choice, ...]:
     """All choices in order, for where the first is unsupported; the last one is stock. Raises as `choose` does."""
-    return tuple(choice for _, choice in _rules(*_checked(heads, requests, tokens, kind, streamable)))
+    *rules, (_, last) = _rules(*_checked(heads, requests, tokens, kind, streamable))
+    found: list[Choice] = []
+    for _, choice in rules:
+        if choice not in found:
+            found.append(choice)
+    return (*found, last)
 
 
 def explain(
@@ -550,42 +646,56 @@ def explain(
     """The choice and what it rests on. Raises as `choose` does."""
     key = _checked(heads, requests, tokens, kind, streamable)
     rule, choice = next(_rules(*key))
-    margin, place, note = _evidence(*key[:3], "record" if kind == "replay" else kind)
+    margin, place, note = _evidence(*key[:3], "record" if kind == "replay" and not MEASURED.get(kind) else kind)
     return Explanation(choice, rule, margin, place, note)
 
 
-def replays(heads: int, requests: int, fused: int | Mapping[int, int] = FUSED_ITEMS) -> bool:
+def replays(heads: int, requests: int, fused: int | Mapping[int, int | None] = FUSED_ITEMS) -> bool:
     """Whether a deferred step replays its pending tokens; else it flushes. An int forces a threshold for all heads."""
     items = fused if isinstance(fused, int) else fused.get(heads, FUSED_DEFAULT_ITEMS)
     return items is not None and heads * requests >= items
 
 
 def fused_split(items: int) -> int:
-    """CTAs per item of KdaFused: the most that two CTAs on each SM still hold at once. Not fitted."""
+    """CTAs per item of KdaFused; where none was measured, the most that two CTAs on each SM still hold at once."""
+    if FUSED_SPLIT:
+        return FUSED_SPLIT[max((first for first in FUSED_SPLIT if first <= items), default=min(FUSED_SPLIT))]
     return next((split for split in (8, 4, 2) if items * split <= 2 * SMS), 1)
 
 
 def wide(heads: int, requests: int, tokens: int, record: bool) -> bool:
-    """Whether KdaWide takes the step. By items alone."""
-    return _reaches(heads * requests, WIDE_ITEMS["record" if record else "decode" if tokens == 1 else "spec"])
+    """Whether KdaWide takes the step where nothing streams."""
+    kind = "record" if record else "decode" if tokens == 1 else "spec"
+    return choose(heads, requests, tokens, kind, streamable=False).variant == "KdaWide"
 
 
 def _reaches(items: int, threshold: int | None) -> bool:
     return threshold is not None and items >= threshold
 
 
+def _first(heads: int, requests: int, tokens: int, kind: str, streamable: bool) -> Choice:
+    """The first of `_rules`."""
+    if streamable:
+        rows = _CHOICES.get((kind if kind != "replay" or replays(heads, requests) else "flush", tokens))
+        if rows:
+            firsts, choices = rows.get(heads) or rows[_closest(tuple(rows), heads)]
+            return choices[bisect_right(firsts, heads * requests) - 1]
+    return next(_rules(heads, requests, tokens, kind, streamable))[1]
+
+
 def _rules(heads: int, requests: int, tokens: int, kind: str, streamable: bool) -> Iterator[tuple[str, Choice]]:
-    """The decision list: the rules that hold, in order, and their choices."""
+    """The decision list: the rules that hold, in order, and their choices. Some may be there twice."""
     items = heads * requests
     if kind == "replay":
         if replays(heads, requests):
+            yield from _taken(heads, items, tokens, kind, streamable)
             if streamable and _reaches(items, FUSED_WS_ITEMS):
-                yield "FUSED_WS_ITEMS", _plain("KdaFusedWS", "record", tokens)
-            fused = {**OPTIONS.get("KdaFused", _PLAIN), "split": fused_split(items)}
-            yield "FUSED_ITEMS", Choice("KdaFused", fused, False)
+                yield "FUSED_WS_ITEMS", _plain("KdaFusedWS", kind, tokens)
+            yield "FUSED_ITEMS", _fused(items, tokens)
         for rule, core in _rules(heads, requests, tokens, "record", streamable):
             yield rule, core._replace(flush=True)
         return
+    yield from _taken(heads, items, tokens, kind, streamable)
     rules, rows, listed = _PLANS[kind, tokens]
     for made, first, end, least_heads, streaming in rules:
         if first <= items < end and heads >= least_heads and (streamable or not streaming):
@@ -595,6 +705,21 @@ def _rules(heads: int, requests: int, tokens: int, kind: str, streamable: bool) 
         bounds, schedules = rows[_closest(listed, heads)] if row is None else row
         yield schedules[bisect_left(bounds, items)]
     yield "otherwise", _STOCK
+
+
+def _taken(heads: int, items: int, tokens: int, kind: str, streamable: bool) -> Iterator[tuple[str, Choice]]:
+    """What the row of CHOICES says, then what it says for fewer items."""
+    rows = _CHOICES.get((kind, tokens))
+    if rows:
+        firsts, choices = rows.get(heads) or rows[_closest(tuple(rows), heads)]
+        for choice in choices[bisect_right(firsts, items) - 1 :: -1]:
+            if streamable or choice.variant not in _STREAMING:
+                yield "CHOICES", choice
+
+
+def _fused(items: int, tokens: int) -> Choice:
+    choice = _plain("KdaFused", "replay", tokens)
+    return choice._replace(options={**choice.options, "split": fused_split(items)})
 
 
 def _thresholds(kind: str, tokens: int) -> Iterator[_Rule]:
@@ -646,6 +771,22 @@ def _make_plans() -> dict[tuple[str, int], _Plan]:
         for tokens in _WINDOWS:
             rows[kind, tokens] = tables[kind, _closest(listed, tokens)] if listed else shared
     return {step: (list(_thresholds(*step)), found, tuple(found)) for step, found in rows.items()}
+
+
+def _make_choices() -> dict[tuple[str, int], dict[int, _Row]]:
+    """As CHOICES, for all token counts: those of the nearest one. Kind flush: those of kind record, after a flush."""
+    found: dict[tuple[str, int], dict[int, _Row]] = {}
+    for kind, source in (("decode", "decode"), ("spec", "spec"), ("record", "record"), ("flush", "record"),
+                         ("replay", "replay")):  # fmt: skip
+        listed = sorted(count for of, count in CHOICES if of == source)
+        for tokens in (1,) if kind == "decode" else _WINDOWS:
+            if listed:
+                table = CHOICES[source, _closest(listed, tokens)]
+                found[kind, tokens] = {
+                    heads: (list(row), [Choice(*taker, kind == "flush") for taker in row.values()])
+                    for heads, row in table.items()
+                }
+    return found
 
 
 def _closest(values: Sequence[int], target: int, scale: int = 1) -> int:
@@ -705,5 +846,6 @@ def _evidence(heads: int, requests: int, tokens: int, kind: str) -> tuple[float 
 
 
 _STOCK = _plain("stock", "", 0)
+_CHOICES = _make_choices()
 _PLANS = _make_plans()
 _TAKEN = frozenset((*_PLANS, *(("replay", tokens) for tokens in _WINDOWS)))

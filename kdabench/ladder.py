@@ -1,0 +1,204 @@
+"""The thresholds between variants: one per variant and kind, the plain form of a policy. By exact search.
+
+A kind's thresholds are found by dynamic programming along its item counts. The state says which thresholds are passed,
+and where WS_SMALL's island is: the first variant of the decision list that is passed and has a time takes a cell, else
+KdaSplit with the best schedule there. STREAM_HEADS goes around the search, once for each of its breakpoints.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from kdabench.regret import NOWHERE, Floats, Grid, Ints, Mask, log_regret
+
+LADDER = {"ws_items": "KdaWS", "stream_items": "KdaStream", "wide_items": "KdaWide", "stock_items": "stock"}
+"""Thresholds and the variants that they hand a step to, in the order of the decision list."""
+
+NO_TIME = 1e4  # cost of a cell that gets no time: coverage comes before speed
+SAME = 1e-8  # costs closer than this differ by rounding only
+_WAVES = (1, 2)
+
+Phase = int
+"""Of a threshold: not passed, inside its island, behind the island, passed. Odd where its variant takes the step."""
+_BEFORE, _ISLAND, _BEHIND, _PASSED = range(4)
+State = tuple[Phase, ...]
+"""The phase of each threshold."""
+
+
+def cheapest_path(cost: Floats, change: Floats) -> Ints:
+    """[batch, levels] the states of the cheapest path; of equally cheap ones the first in order of states.
+
+    cost    [batch, levels, states]  finite somewhere in every level
+    change  [states, states]  from one state to the next level's; inf where that isn't allowed
+    """
+    rest = cost.copy()
+    for n in reversed(range(cost.shape[1] - 1)):
+        rest[:, n] += (change + rest[:, n + 1, None]).min(axis=2)
+    path = np.zeros(cost.shape[:2], dtype=np.int64)
+    ahead = np.zeros_like(cost[:, 0])
+    for n in range(cost.shape[1]):
+        total = ahead + rest[:, n]
+        path[:, n] = (total <= total.min(axis=1, keepdims=True) + SAME).argmax(axis=1)
+        ahead = change[path[:, n]]
+    return path
+
+
+def best_of(grid: Grid, candidates: Sequence[int], rows: Mask) -> int:
+    """The one of some candidates that has a time in most of the cells, and of those the fastest over all."""
+    relative = np.nan_to_num(grid.log_us[:, candidates] - grid.best[:, None], nan=NO_TIME)
+    return candidates[int(np.argmin((grid.weights * rows) @ relative))]
+
+
+def singles(grid: Grid) -> dict[str, Ints]:
+    """Variant -> [cells] its candidate: one for each kind and token count, of stock one for all."""
+    found = {}
+    steps = [(cell.kind, cell.tokens) for cell in grid.cells]
+    of_step = {step: np.array([s == step for s in steps]) for step in set(steps)}
+    for variant in (*LADDER.values(), "KdaFused", "KdaFusedWS"):
+        mine = grid.of(variant)
+        if not mine:
+            continue
+        if variant == "stock":
+            best = dict.fromkeys(of_step, best_of(grid, mine, np.ones(len(steps), dtype=bool)))
+        else:
+            best = {step: best_of(grid, mine, rows) for step, rows in of_step.items()}
+        found[variant] = np.array([best[step] for step in steps])
+    return found
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A kind's optimum.
+
+    cuts    threshold -> items from which its variant takes the step; None is never. Those of LADDER, ws_small,
+            ws_small_end and stream_heads
+    ours    [cells of the grid]  whether KdaSplit serves: false for other kinds
+    cost    of the optimum, with the best schedules, in log units
+    """
+
+    cuts: Mapping[str, int | None]
+    ours: Mask
+    cost: float
+
+
+def solve(grid: Grid, kind: str, of_variant: Mapping[str, Ints], sms: int) -> Solved:
+    """The best thresholds of a kind. of_variant: `singles` of the grid, or of one like it."""
+    heads = sorted({cell.heads for cell in grid.cells}) if kind == "record" and "KdaStream" in of_variant else []
+    tried = [Search(grid, kind, of_variant, sms, least).solve() for least in (None, *reversed(heads))]
+    least_cost = min(solved.cost for solved in tried)
+    return next(solved for solved in tried if solved.cost <= least_cost + SAME)
+
+
+class Search:
+    """The search for one kind's thresholds, with STREAM_HEADS given."""
+
+    def __init__(
+        self, grid: Grid, kind: str, of_variant: Mapping[str, Ints], sms: int, stream_heads: int | None = None
+    ) -> None:
+        of_kind = np.array([cell.kind == kind for cell in grid.cells])
+        times = {rule: log_regret(grid, of_variant[v]) for rule, v in LADDER.items() if v in of_variant}
+        self.rules = [rule for rule, us in times.items() if not np.isnan(us[of_kind]).all()]
+        split = np.fmin.reduce(grid.log_us[:, grid.of("KdaSplit")], axis=1, initial=np.nan) - grid.best
+        any_time = ~np.isnan([split, *(times[rule] for rule in self.rules)]).all(axis=0)
+        self.mask = of_kind & any_time
+        self.sms = sms
+        self.split: Floats = split[self.mask]
+        self.times = [times[rule][self.mask] for rule in self.rules]
+        self.weights = grid.weights[self.mask]
+        self.stream_heads = stream_heads
+        heads = np.array([cell.heads for cell in grid.cells], dtype=np.int64)[self.mask]
+        self.streams = heads >= (math.inf if stream_heads is None else stream_heads)
+        items = np.array([cell.items for cell in grid.cells], dtype=np.int64)[self.mask]
+        self.levels, self.level_of = np.unique(items, return_inverse=True)
+        island = kind == "record"
+        phases = [range(4) if island and rule == "ws_items" else (_BEFORE, _PASSED) for rule in self.rules]
+        # Of equally cheap paths the one that hands least to other variants.
+        self.states: list[State] = sorted(product(*phases), key=lambda state: (sum(p % 2 for p in state), state))
+        self.takes, self.values = self._outcomes()
+
+    def _outcomes(self) -> tuple[Ints, Floats]:
+        """takes [states, cells] index of the threshold that takes it, NOWHERE: KdaSplit; values: the log time."""
+        takes = np.full((len(self.states), len(self.split)), NOWHERE)
+        values = np.full(takes.shape, np.nan)
+        for take, value, state in zip(takes, values, self.states, strict=True):
+            for i, (rule, phase, times) in enumerate(zip(self.rules, state, self.times, strict=True)):
+                holds = (phase % 2 == 1) | (self.streams & (rule == "stream_items"))
+                free = np.isnan(value) & holds
+                value[free] = times[free]
+                take[free & ~np.isnan(times)] = i
+            free = np.isnan(value)
+            value[free] = self.split[free]
+            # What nothing else has a time for goes to stock in the end, threshold or not.
+            if "stock_items" in self.rules:
+                free = np.isnan(value)
+                value[free] = self.times[self.rules.index("stock_items")][free]
+        return takes, values
+
+    def solve(self) -> Solved:
+        cuts: dict[str, int | None] = dict.fromkeys((*LADDER, "ws_small", "ws_small_end", "stream_heads"))
+        ours = np.zeros(len(self.mask), dtype=bool)
+        if not len(self.levels):
+            return Solved(cuts, ours, 0.0)
+        path, cost = self._optimum()
+        for i, rule in enumerate(self.rules):
+            cuts[rule] = self._cut(path, i, _PASSED)
+            if rule == "ws_items":
+                cuts |= {"ws_small": self._cut(path, i, _ISLAND), "ws_small_end": self._cut(path, i, _BEHIND)}
+        if "stock_items" in self.rules and np.isnan(self.split).all():
+            cuts["stock_items"] = 1  # not a schedule that only other kinds were measured with
+        cuts["stream_heads"] = self.stream_heads
+        ours[self.mask] = self.takes[path[self.level_of], np.arange(len(self.split))] == NOWHERE
+        return Solved(cuts, ours, cost)
+
+    def _optimum(self) -> tuple[Ints, float]:
+        """[levels] index of the state, and the cost."""
+        weighted: Floats = np.nan_to_num(self.values, nan=NO_TIME) * self.weights
+        cost: Floats = np.stack([np.bincount(self.level_of, row, len(self.levels)) for row in weighted], axis=1)
+        change = np.array([[0.0 if _may_follow(a, b) else math.inf for b in self.states] for a in self.states])
+        bounded = cost.copy()
+        bounded[0] += change[self.states.index((_BEFORE,) * len(self.rules))]
+        bounded[-1, [_ISLAND in state for state in self.states]] = math.inf
+        path = cheapest_path(bounded[None], change)[0]
+        return path, float(cost[np.arange(len(path)), path].sum())
+
+    def _cut(self, path: Ints, rule: int, phase: Phase) -> int | None:
+        """Items from which a rule is in a phase: in a bracket of two levels, where the log ratio crosses zero."""
+        n = next((n for n, state in enumerate(path) if self.states[state][rule] == phase), None)
+        if n is None:
+            return None
+        if n == 0:
+            return 1
+        low, high = (self._ratio(level, path[n - 1], path[n]) for level in (n - 1, n))
+        return place_cut(int(self.levels[n - 1]), int(self.levels[n]), low, high, self.sms)
+
+    def _ratio(self, level: int, before: int, after: int) -> float:
+        """Mean log of the time in one state over that in another, in the cells of a level; NaN if there is none."""
+        ratios = (self.values[before] - self.values[after])[self.level_of == level]
+        known = ~np.isnan(ratios)
+        weights = self.weights[self.level_of == level]
+        return float(np.average(ratios[known], weights=weights[known])) if known.any() else math.nan
+
+
+def _may_follow(before: State, after: State) -> bool:
+    """Whether a state may follow, by items. An island is entered and left; what lies next to the rest is no island."""
+    never = ((_BEFORE, _BEHIND), (_ISLAND, _PASSED))
+    return all(a <= b and (a, b) not in never for a, b in zip(before, after, strict=True))
+
+
+def place_cut(low: int, high: int, ratio_low: float, ratio_high: float, sms: int | None) -> int:
+    """The first item count above `low`, up to `high`, of the rule's other side.
+
+    Where one or two items per SM are exceeded, if that lies between; else at the interpolated zero of the log ratio
+    over log items; else at the geometric mean. sms None: wherever waves end, it doesn't matter.
+    """
+    share = -ratio_low / (ratio_high - ratio_low) if ratio_low < 0 < ratio_high else 0.5
+    position = math.exp(math.log(low) + share * math.log(high / low))
+    waves = [] if sms is None else [waves * sms + 1 for waves in _WAVES if low <= waves * sms < high]
+    if waves:
+        return min(waves, key=lambda wave: abs(math.log(wave / position)))
+    return min(max(math.ceil(position - 1e-9 * position), low + 1), high)

@@ -1,0 +1,1107 @@
+"""KDA replay steps: pending tokens folded into the state, then a window from it, in one pass over the state.
+
+projected   [requests * tokens, pitch]     bf16   q, k, v | output gate | f_a | raw beta
+conv_state  [slots, 3D, W]                 bf16, any strides; read and rolled
+state       [slots, heads, V=128, K=128]   f32, read; written in place where tokens are pending
+corrections [rows, heads, Q, 128]          f32, the pending tokens' are read, then the window's written
+key_gates   [rows, heads, Q, 256]          bf16, the same
+pending     [rows]                         int32, tokens of a record row to fold
+out         [requests * tokens, D]         bf16
+
+A cluster of `split` CTAs has an item; CTA r owns rows, channels and gate features r*128/split .. of it:
+  load      slot, record row, pending count; weights, window, record, projection (cp.async); gate weights and state rows
+            (registers: the state stays in flight until it is folded)
+  gate      its features of all tokens on tensor cores, Gamma across lanes
+  convolve  its channels of q, k, v of all tokens
+  weigh     two warps: k^_t e^{L_n - L_t} of the pending tokens and e^{L_n}, all columns, as fragments
+  exchange  q, k and Gamma of its channels go to the other CTAs by st.async, on one mbarrier per CTA
+  fold      S <- S e^{L_n} + U K on tensor cores, in the registers that hold S; stored where it came from
+  build     norms, and the 2q vectors as fragments; then keys, raw gates and window are written
+  solve     A and B, a part per warp; one warp turns them into the triangles T and C
+  multiply  the state with the vectors, by three products of BF16 terms
+  finish    corrections and outputs; RMSNorm, its sums of squares to every CTA by st.async
+A record is overwritten by the one that replaces it: every CTA has read all of the old one when it sends, and writes
+the new one when it has received.
+With source=shared the state comes by cp.async, in four lines of 128 bytes per row, each folded, multiplied and stored
+as it arrives, after all else.
+From the fold on a warp has 16 rows and, in a CTA of fewer rows than 16 per warp, a part of the columns; the parts'
+products are summed in shared memory.
+No CTA leaves before it has received all that its peers send, so none is written to after its end.
+Source: docs/operation.md, "The same, chunked" and "Commit: folding n accepted tokens".
+"""
+
+# A condition known at compile time can't share an `if` with one of the running kernel.
+# ruff: noqa: SIM102
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
+from cutlass.memory import SmemAllocator
+
+from kda_kernels import arguments, blocks, chunked, cubin, split
+from kda_kernels.arguments import Arguments
+from kda_kernels.gpu import Gpu
+from kda_kernels.operands import StepOperands
+from kdabench.problem import CONV_WIDTH, HEAD_DIM, Problem, ceil_div
+
+KERNELS = ("kda_fused",)
+SOURCES = ("fused.py", "arguments.py", "chunked.py", "split.py", "blocks.py", "cubin.py")
+
+_UNIT = 8  # bf16 elements of a 16-byte copy
+_HISTORY = CONV_WIDTH - 1
+_ROW_BYTES = 4 * HEAD_DIM  # of a state
+_WEIGHING_WARPS = 2
+_ALIGN = 128
+"""Of every area of shared memory: a cp.async whose target lies otherwise to a sector than its source costs twice."""
+_VECTORS, _SUMS, _SOLUTION = 0, 1, 2
+"""mbarriers."""
+_LOG2E = 1.4426950408889634
+_KEY_EPS = 1e-6
+
+arch = cute.arch
+GMEM = cutlass.AddressSpace.gmem
+SMEM = cutlass.AddressSpace.smem
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Compile-time choices, and `pdl` of the launch.
+
+    split              CTAs per item
+    threads            per CTA, 128 or 256
+    gate_mode          0: one chain of 8 tensor-core accumulations; 1: four chains of 2, summed in order
+    source             where state rows wait: registers; or shared memory, in lines of 128 bytes that are folded,
+                       multiplied and stored one after the other (takes split=1, fold=late, state_first=False)
+    fold               early: before the window's vectors are built; late: after, right before the products
+    state_first        the state is asked for before the projection (and the PDL wait), not after
+    records            read all tokens of a record at once, or only the pending ones, when their count is known
+    bypass_l1          state loads don't allocate in L1
+    stream_stores      the state is stored as streaming
+    ctas_per_sm        CTAs of an SM to compile for, which caps registers; 0: as many as never spill
+    streamable         16-byte copies of projection and window (docs/operation.md, "Streamable"); False: by element
+    conv_weight_dtype  of convolution weight and bias
+    window             most entries of a dim-first window that is copied whole; None: those of the problem
+    pdl                programmatic dependent launch
+    """
+
+    split: int = 1
+    threads: int = 256
+    gate_mode: int = 0
+    source: Literal["registers", "shared"] = "registers"
+    fold: Literal["early", "late"] = "early"
+    state_first: bool = True
+    records: Literal["all", "pending"] = "all"
+    bypass_l1: bool = False
+    stream_stores: bool = False
+    ctas_per_sm: int = 0
+    streamable: bool = True
+    conv_weight_dtype: Literal["fp32", "bf16"] = "fp32"
+    window: int | None = None
+    pdl: bool = False
+
+
+@dataclass(frozen=True)
+class Plan(chunked.Shape):
+    """What decides the code. Its repr is the cache key."""
+
+    kind: str
+    split: int
+    gate_mode: int
+    source: str
+    fold: str
+    state_first: bool
+    records: str
+    bypass_l1: bool
+    stream_stores: bool
+    asked_ctas: int
+
+    @property
+    def warps(self) -> int:
+        return self.threads // 32
+
+    @property
+    def chains(self) -> int:
+        return 1 if self.gate_mode == 0 else 4
+
+    @property
+    def rows(self) -> int:
+        """State rows, channels of each of q, k, v and gate features of a CTA."""
+        return HEAD_DIM // self.split
+
+    @property
+    def row_tiles(self) -> int:
+        """Tiles of 16 state rows, or of 16 gate features."""
+        return self.rows // 16
+
+    @property
+    def column_parts(self) -> int:
+        """Warps that share a tile of rows."""
+        return self.warps // self.row_tiles
+
+    @property
+    def cells(self) -> int:
+        """16-byte cells of a thread per row."""
+        return self.row_cells // self.column_parts
+
+    @property
+    def gate_warp(self) -> int:
+        """First of the warps that have a tile of gate features: where they can, they leave `weigh` to others."""
+        return max(0, self.warps - _WEIGHING_WARPS - self.row_tiles)
+
+    @property
+    def token_groups(self) -> int:
+        """Groups of tokens that different threads convolve; the second never reaches back into the window."""
+        return 2 if self.tokens > 4 and 3 * self.rows <= self.threads else 1
+
+    @property
+    def group_tokens(self) -> int:
+        return ceil_div(self.tokens, self.token_groups)
+
+    @property
+    def fold_places(self) -> int:
+        """Lanes whose fragments differ in `fold`: with four slots lanes t and t + 2 have the same."""
+        return 4 * self.slots
+
+    @property
+    def fold_layout(self) -> Any:
+        """Words: (hi or lo, half of a cell, place, cell)."""
+        pitch = 4 * self.fold_places + 4
+        return cute.make_layout((2, 2, self.fold_places, self.row_cells), stride=(1, 2, 4, pitch))
+
+    @property
+    def sent_units(self) -> int:
+        """16-byte units of a token's q, k and Gamma that a CTA sends to each other."""
+        return self.rows // 2
+
+    @property
+    def areas(self) -> dict[str, int]:
+        """Bytes of shared memory by use."""
+        rows, tokens = self.rows, self.tokens
+        areas = {
+            "taps": 12 * rows * self.weight_bytes,
+            "bias": 3 * rows * self.weight_bytes,
+            "x": 6 * rows * (self.history + tokens),
+            "f_a": 2 * HEAD_DIM * tokens,
+            "dt_bias": 4 * HEAD_DIM,
+            "norm_weight": 4 * rows,
+            "A_log": 4,
+            "out_gate": 2 * rows * tokens,
+            "beta": 4 * tokens,
+            "old_key_gates": 4 * HEAD_DIM * tokens,
+            "old_corrections": 4 * rows * tokens,
+            "fold": 4 * self.row_cells * (4 * self.fold_places + 4),
+            "fold_scale": 4 * HEAD_DIM,
+            "gamma": self.gamma_bytes,
+            "qkv": self.qkv_bytes,
+            "raw_gates": 2 * rows * tokens,
+            "fragments": self.fragment_bytes,
+            "partials": self.partial_bytes,
+            "pairs": 4 * self.pair_floats,
+            "matrix": 8 * self.slots**2,
+            "solution": 128 * self.solution_words,
+            "squares": 4 * self.slots * chunked.WARPS,
+            "sums": 4 * self.slots * chunked.WARPS,
+            "barriers": 24,
+        }
+        if self.layout == "rows":
+            areas["window"] = 6 * rows * self.window
+        if self.source == "shared":
+            areas["state"] = 4 * HEAD_DIM * HEAD_DIM
+        if self.column_parts > 1:
+            areas["parts"] = 512 * self.tiles * self.warps
+        return {name: _ALIGN * ceil_div(size, _ALIGN) for name, size in areas.items()}
+
+    @property
+    def smem_bytes(self) -> int:
+        return sum(self.areas.values())
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """As asked for; else by shared memory and registers, 96 a thread, with 64 of state 128 or, in clusters, 168."""
+        if self.asked_ctas:
+            return self.asked_ctas
+        registers = 96
+        if self.cells == self.row_cells:
+            registers = 128 if self.split == 1 else 168
+        return min(65_536 // (registers * self.threads), 233_472 // (self.smem_bytes + 1024))
+
+
+@dataclass(frozen=True)
+class Compiled:
+    binary: cubin.Binary
+    plan: Plan
+    pdl: bool
+
+    @property
+    def resources(self) -> cubin.Resources:
+        return self.binary.resources
+
+
+def plan(problem: Problem, spec: Spec) -> Plan:
+    layout: Literal["rows", "taps", "any"] = "any"
+    if spec.streamable:
+        layout = "rows" if problem.conv_layout == "dim-first" else "taps"
+    window = spec.window if spec.window is not None else problem.window
+    return Plan(
+        tokens=problem.tokens,
+        state_dtype=problem.state_dtype,
+        threads=spec.threads,
+        layout=layout,
+        window=window if layout == "rows" else 0,
+        streamable=spec.streamable,
+        weight_dtype=spec.conv_weight_dtype,
+        terms=2,
+        kind=problem.kind,
+        split=spec.split,
+        gate_mode=spec.gate_mode,
+        source=spec.source,
+        fold=spec.fold,
+        state_first=spec.state_first,
+        records=spec.records,
+        bypass_l1=spec.bypass_l1,
+        stream_stores=spec.stream_stores,
+        asked_ctas=spec.ctas_per_sm,
+    )
+
+
+def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
+    """Why this pair can't run, or None. Pure: no CUDA."""
+    if problem.kind != "replay":
+        return f"kind={problem.kind}: only replay"
+    if problem.state_dtype != "fp32":
+        return f"state_dtype={problem.state_dtype}: deferred steps keep an FP32 state"
+    for name, value, allowed in (
+        ("split", spec.split, split.SPLITS),
+        ("threads", spec.threads, (128, 256)),
+        ("gate_mode", spec.gate_mode, (0, 1)),
+        ("source", spec.source, ("registers", "shared")),
+        ("fold", spec.fold, ("early", "late")),
+        ("records", spec.records, ("all", "pending")),
+        ("conv_weight_dtype", spec.conv_weight_dtype, ("fp32", "bf16")),
+    ):
+        if value not in allowed:
+            return f"{name}={value!r} is not one of {', '.join(map(str, allowed))}"
+    if spec.split == 1 and spec.threads < 256:
+        return f"split=1 threads={spec.threads}: 128 rows take 256 threads"
+    if not 0 <= spec.ctas_per_sm <= 8:
+        return f"ctas_per_sm={spec.ctas_per_sm} must lie in 0..8"
+    if spec.source == "shared":
+        if spec.split > 1 or spec.fold == "early" or spec.state_first or spec.bypass_l1:
+            return "source=shared takes split=1, fold=late, state_first=False, bypass_l1=False"
+    if spec.window is not None and not problem.tokens + 2 <= spec.window <= 16:
+        return f"window={spec.window} must lie in {problem.tokens + 2}..16"
+    if problem.requests > 65_535:
+        return f"requests={problem.requests}: the grid takes at most 65535"
+    needed = plan(problem, spec).smem_bytes
+    if needed > gpu.smem_per_block:
+        return f"{needed} bytes of shared memory exceed {gpu.smem_per_block}"
+    return None
+
+
+def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
+    """From shapes alone; one binary serves all heads, requests and strides. Raises ValueError for unsupported pairs."""
+    reason = unsupported(problem, spec, gpu)
+    if reason is not None:
+        raise ValueError(f"KdaFused: {reason}")
+    p = plan(problem, spec)
+    binary = cubin.build(
+        _host,
+        lambda: (arguments.placeholder(), p),
+        arch=gpu.arch,
+        threads=p.threads,
+        cluster=p.split,
+        sources=SOURCES,
+        choices=p,
+    )
+    return Compiled(binary, p, spec.pdl)
+
+
+def launch(compiled: Compiled, operands: StepOperands, stream: int) -> None:
+    """Enqueue one step. Raises ValueError, naming the operand, for operands that the compiled kernel can't take."""
+    o, p = operands, compiled.plan
+    arguments.check("KdaFused", p, o)
+    if o.lower_bound is not None and o.lower_bound * p.tokens < chunked.MIN_LOG_GAMMA:
+        raise ValueError(f"lower_bound={o.lower_bound} is too low for {p.tokens} tokens")
+    grid = (p.split * o.A_log.shape[0], o.slots.shape[0], 1)
+    cubin.launcher(compiled.binary).launch(grid, arguments.values(o), stream, compiled.pdl)
+
+
+@cute.jit
+def _host(A: Arguments, P: cutlass.Constexpr) -> None:
+    kda_fused(A, P).launch(
+        grid=(P.split, 1, 1),
+        block=(P.threads, 1, 1),
+        cluster=(P.split, 1, 1),
+        min_blocks_per_mp=P.ctas_per_sm,
+        preferred_smem_carveout=100,
+    )
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A CTA's shared memory."""
+
+    taps: Any  # [3, 4, rows]
+    bias: Any  # [3, rows]
+    x: Any  # [history + tokens, 3, rows] bf16
+    f_a: Any  # [tokens, K] bf16, units swizzled by token
+    dt_bias: Any  # [K]
+    norm_weight: Any  # [rows]
+    A_log: Any  # [1]
+    out_gate: Any  # [tokens, rows] bf16
+    beta: Any  # [tokens, 2] bf16, of an even head and its neighbour
+    window: Any  # rows: [3, rows, entries] bf16; else the first entries of x
+    old_key_gates: Any  # [tokens, 256] bf16
+    old_corrections: Any  # [tokens, rows]
+    fold: Any  # `Plan.fold_layout`
+    fold_scale: Any  # [K] e^{L_n}
+    gamma: Any  # [tokens, GAMMA_PITCH]
+    qkv: Any  # [tokens, QKV_PITCH] bf16; v of this CTA's channels alone
+    raw_gates: Any  # [tokens, rows] bf16
+    fragments: Any  # `chunked.Shape.fragment_layout`
+    partials: Any  # A and B, a part per step
+    pairs: Any  # A and B
+    matrix: Any  # T and C
+    solution: Any  # T and C as fragments
+    squares: Any  # sums of squares of o of this CTA's tiles, as `chunked.store_squares` has them
+    sums: Any  # the same of all tiles, as received
+    parts: Any  # [warps, tiles, lane, 4] products, to be summed
+    state: Any  # lines as `chunked.copy_line` has them
+    barriers: Any
+
+
+def allocate(P: Plan) -> Shared:
+    smem = SmemAllocator()
+    base = smem.allocate_tensor(Uint8, cute.make_layout(P.smem_bytes), byte_alignment=_ALIGN).iterator.toint()
+    starts, offset = {}, 0
+    for name, size in P.areas.items():
+        starts[name] = offset
+        offset += size
+
+    def view(dtype: Any, name: str, layout: Any) -> Any:
+        pointer = cute.make_ptr(dtype, base + starts[name], SMEM, assumed_align=16)
+        return cute.make_tensor(pointer, cute.make_layout(layout))
+
+    x = view(BFloat16, "x", (P.rows, 3, P.history + P.tokens))
+    return Shared(
+        taps=view(P.conv_dtype, "taps", (P.rows, CONV_WIDTH, 3)),
+        bias=view(P.conv_dtype, "bias", (P.rows, 3)),
+        x=x,
+        f_a=view(BFloat16, "f_a", P.tokens * HEAD_DIM),
+        dt_bias=view(Float32, "dt_bias", HEAD_DIM),
+        norm_weight=view(Float32, "norm_weight", P.rows),
+        A_log=view(Float32, "A_log", 1),
+        out_gate=view(BFloat16, "out_gate", (P.rows, P.tokens)),
+        beta=view(BFloat16, "beta", (2, P.tokens)),
+        window=view(BFloat16, "window", 3 * P.rows * P.window) if P.layout == "rows" else x,
+        old_key_gates=view(BFloat16, "old_key_gates", 2 * HEAD_DIM * P.tokens),
+        old_corrections=view(Float32, "old_corrections", (P.rows, P.tokens)),
+        fold=view(Uint32, "fold", P.areas["fold"] // 4),
+        fold_scale=view(Float32, "fold_scale", HEAD_DIM),
+        gamma=view(Float32, "gamma", P.gamma_bytes // 4),
+        qkv=view(BFloat16, "qkv", P.qkv_bytes // 2),
+        raw_gates=view(BFloat16, "raw_gates", (P.rows, P.tokens)),
+        fragments=view(Uint8, "fragments", P.fragment_bytes),
+        partials=view(Float32, "partials", P.partial_bytes // 4),
+        pairs=view(Float32, "pairs", P.pair_floats),
+        matrix=view(Float32, "matrix", 2 * P.slots**2),
+        solution=view(Uint32, "solution", 32 * P.solution_words),
+        squares=view(Float32, "squares", P.slots * chunked.WARPS),
+        sums=view(Float32, "sums", P.slots * chunked.WARPS),
+        parts=view(Float32, "parts", (4, 32, P.tiles, P.warps)) if P.column_parts > 1 else None,
+        state=view(Uint8, "state", 4 * HEAD_DIM * HEAD_DIM) if P.source == "shared" else None,
+        barriers=view(Int64, "barriers", 3).iterator,
+    )
+
+
+@cute.kernel
+def kda_fused(A: Arguments, P: cutlass.Constexpr) -> None:
+    tid, _, _ = arch.thread_idx()
+    column, request, _ = arch.block_idx()
+    rank, head = column % P.split, column // P.split
+    lane = tid % 32
+    warp = arch.make_warp_uniform(tid // 32)
+
+    # The slot must be the first load: behind the copies it comes back a microsecond later.
+    # One load for slot and record row, on the first lanes, so that neither shares a scoreboard with the state.
+    table = A.slots + Int64(request) * A.slots_stride * 4
+    if lane > 0:
+        table = A.record_rows + Int64(request) * 4
+    mine = blocks.at(Int32, table, Int32(0))
+
+    M = allocate(P)
+    if const_expr(P.split > 1):
+        blocks.declare_cluster(P.split)
+    if tid == 0:
+        arch.mbarrier_init(M.barriers + _VECTORS, 1)
+        arch.mbarrier_init(M.barriers + _SUMS, 1)
+        arch.mbarrier_init(M.barriers + _SOLUTION, 32)
+        arch.mbarrier_init_fence()
+    if const_expr(P.split > 1):
+        arch.sync_warp()
+        if tid == 0:
+            sent = (P.split - 1) * P.tokens * P.sent_units * 16
+            arch.mbarrier_arrive_and_expect_tx(M.barriers + _VECTORS, sent)
+            arch.mbarrier_arrive_and_expect_tx(M.barriers + _SUMS, chunked.WARPS * P.slots * 4)
+        arch.cluster_arrive_relaxed()
+
+    at = place_of(A, tid, column, P)
+    load_weights(A, M, at, P)
+    gate_tile = rank * P.row_tiles + (warp - P.gate_warp)
+    gate_weights = cute.make_rmem_tensor((2, 2, chunked.STEPS), Uint32)
+    features = A.f_b + Int64(head * HEAD_DIM) * (2 * HEAD_DIM)
+    if const_expr(P.row_tiles == P.warps):
+        chunked.load_gate_weights(gate_weights, features, gate_tile, lane)
+    else:
+        if warp >= P.gate_warp and warp < P.gate_warp + P.row_tiles:
+            chunked.load_gate_weights(gate_weights, features, gate_tile, lane)
+
+    page, row = arch.shuffle_sync(mine, 0), arch.shuffle_sync(mine, 1)
+    inputs = A.projected + Int64(request * P.tokens) * A.pitch * 2
+    first = Int64(request * P.tokens) * at.D
+    if page > 0:
+        n = Int32(0)
+        if row >= 0:
+            n = min(max(blocks.at(Int32, A.pending, row), Int32(0)), Int32(P.tokens))
+        record = record_of(A, row, head)
+        window = window_of(A, page, n)
+        S = cute.make_rmem_tensor((4, 2, P.cells), Float32)
+
+        if const_expr(P.layout == "rows"):
+            split.load_window(M, window, at, P)
+        if const_expr(P.records == "all"):
+            load_record(M, record, Int32(P.tokens), at, P)
+        if const_expr(P.state_first):
+            load_rows(S, rows_of(A, page, at, P), P)
+        arch.griddepcontrol_wait()
+        arch.griddepcontrol_launch_dependents()
+        split.load_projection(M, inputs, A.pitch, at, P)
+        if const_expr(not P.state_first and P.source == "registers"):
+            # Keeps the state's loads behind the copies, which are waited for first.
+            arch.sync_warp()
+            load_rows(S, rows_of(A, page, at, P), P)
+        if const_expr(P.records == "pending"):
+            load_record(M, record, n, at, P)
+        if const_expr(P.layout != "rows"):
+            split.load_window(M, window, at, P)
+        arch.cp_async_commit_group()
+        if const_expr(P.source == "shared"):
+            for line in range_constexpr(P.lines):
+                copy_line(A, M, page, line, at, P)
+                arch.cp_async_commit_group()
+            arch.cp_async_wait_group(P.lines)
+        else:
+            arch.cp_async_wait_group(0)
+        arch.sync_threads()
+
+        # From here on places and addresses are asked for anew, so that they aren't kept beside the state.
+        at = here(A, P)
+        warp, lane = at.warp, at.lane
+        gate_tile = at.rank * P.row_tiles + (warp - P.gate_warp)
+        exp_A = blocks.exp(M.A_log[0])
+        if const_expr(P.row_tiles == P.warps):
+            gate(M, gate_weights, exp_A, A.lower_bound, gate_tile, at, P)
+        else:
+            if warp >= P.gate_warp and warp < P.gate_warp + P.row_tiles:
+                gate(M, gate_weights, exp_A, A.lower_bound, gate_tile, at, P)
+        if at.tid < 3 * P.rows // 2 * P.token_groups:
+            convolve(M, window_of(A, page, n), at, P)
+        if warp >= P.warps - _WEIGHING_WARPS:
+            weigh(M, n, exp_A, A.lower_bound, warp - (P.warps - _WEIGHING_WARPS), lane, P)
+        arch.sync_threads()
+        if const_expr(P.split > 1):
+            arch.cluster_wait()
+            send_vectors(M, at, P)
+
+        if const_expr(P.fold == "early"):
+            if n > 0:
+                fold(A, S, M, page, n, P)
+        if const_expr(P.split > 1):
+            blocks.poll(M.barriers + _VECTORS, 0)
+        chunked.build_fragments(M.fragments, M.qkv, M.gamma, A.scale, warp, P.warps, lane, P)
+        at = here(A, P)
+        if row >= 0:
+            store_keys_and_gates(M, record_of(A, row, at.head), at, P)
+        split.store_window(M, window_of(A, page, n), at, P)
+        arch.sync_threads()
+
+        for i in range_constexpr(chunked.STEPS // P.warps):
+            chunked.token_products(M.fragments, M.partials, warp + i * P.warps, lane, P)
+        arch.sync_threads()
+        if warp == P.warps - 1:
+            beta = blocks.sigmoid(M.beta[at.head % 2, min(lane % P.slots, P.tokens - 1)].to(Float32))
+            chunked.solve(M.partials, M.pairs, M.matrix, M.solution, beta, lane, P)
+            if const_expr(P.column_parts == 1):
+                arch.mbarrier_arrive(M.barriers + _SOLUTION)
+        sums = chunked.accumulators(P)
+        if const_expr(P.source == "shared"):
+            at = here(A, P)
+            u = old_corrections(M, n, at.warp, at.lane, P)
+            for line in range_constexpr(P.lines):
+                arch.cp_async_wait_group(P.lines - 1 - line)
+                advance_line(A, sums, M, u, page, n, line, at, P)
+        else:
+            if const_expr(P.fold == "late"):
+                if n > 0:
+                    fold(A, S, M, page, n, P)
+            multiply(sums, S, M, warp // P.row_tiles, lane, P)
+        if const_expr(P.column_parts == 1):
+            arch.mbarrier_wait(M.barriers + _SOLUTION, 0)
+            finish(A, sums, M, row, P)
+        else:
+            put_part(sums, M, warp, lane, P)
+            arch.sync_threads()
+            if warp < P.row_tiles:
+                add_parts(sums, M, warp, lane, P)
+                finish(A, sums, M, row, P)
+    else:
+        arch.cp_async_commit_group()
+        arch.cp_async_wait_group(0)
+        arch.griddepcontrol_wait()
+        arch.griddepcontrol_launch_dependents()
+        split.store_zeros(A.out + (first + at.channel) * 2, at, P)
+        if const_expr(P.split > 1):
+            arch.cluster_wait()
+
+
+@cute.jit
+def place_of(A: Arguments, tid: Int32, column: Int32, P: cutlass.Constexpr) -> split.Place:
+    rank, head = column % P.split, column // P.split
+    channel = head * HEAD_DIM + rank * P.rows
+    return split.Place(tid, arch.make_warp_uniform(tid // 32), tid % 32, rank, head, channel, A.heads * HEAD_DIM)
+
+
+@cute.jit
+def here(A: Arguments, P: cutlass.Constexpr) -> split.Place:
+    """`place_of`, from special registers read where this stands."""
+    tid, column = blocks.special("%tid.x"), blocks.special("%ctaid.x")
+    place: split.Place = place_of(A, tid, column, P)
+    return place
+
+
+@cute.jit
+def window_of(A: Arguments, page: Int32, n: Int32) -> split.Window:
+    """The history starts n - 1 entries in, if n tokens are pending."""
+    address = A.conv_state + Int64(page) * A.conv_stride * 2
+    return split.Window(address, A.channel_stride, A.tap_stride, max(n - 1, Int32(0)))
+
+
+@cute.jit
+def rows_of(A: Arguments, page: Int32, at: split.Place, P: cutlass.Constexpr) -> Int64:
+    """Address of a thread's first cell: of rows 2g, 2g + 1 of its warp's tile, in its warp's part of the columns."""
+    tile = at.rank * P.row_tiles + at.warp % P.row_tiles
+    cell = (16 * tile + at.lane // 4 * 2) * _ROW_BYTES + at.warp // P.row_tiles * (P.cells * 64) + at.lane % 4 * 16
+    address: Int64 = page_of(A, page, at.head) + Int64(cell)
+    return address
+
+
+@cute.jit
+def page_of(A: Arguments, page: Int32, head: Int32) -> Int64:
+    """Address of an item's state."""
+    return A.state + (Int64(page) * A.state_stride + Int64(head) * (HEAD_DIM * HEAD_DIM)) * 4
+
+
+@cute.jit
+def record_of(A: Arguments, row: Int32, head: Int32) -> split.Record:
+    entry = Int64(head * A.record_tokens) * HEAD_DIM
+    return split.Record(
+        row,
+        A.key_gates + (Int64(row) * A.key_gates_stride + entry * 2) * 2,
+        A.corrections + (Int64(row) * A.corrections_stride + entry) * 4,
+    )
+
+
+@cute.jit
+def load_weights(A: Arguments, M: cutlass.Constexpr, at: split.Place, P: cutlass.Constexpr) -> None:
+    """All weights of this CTA but the gate's, by cp.async."""
+    none, size, taps = Int64(0), P.weight_bytes, 3 * CONV_WIDTH
+    units, part_bytes = P.rows * size // 16, Int64(at.D) * size
+    rows = split.Rows(1, taps, units)
+    split.copy_rows(M.taps.iterator, A.conv_weight + Int64(at.channel) * size, none, part_bytes, rows, at, P)
+    used = taps * units
+    if A.conv_bias != none:
+        rows = split.Rows(1, 3, units, first=used)
+        split.copy_rows(M.bias.iterator, A.conv_bias + Int64(at.channel) * size, none, part_bytes, rows, at, P)
+    else:
+        if at.tid < P.rows:
+            for part in range_constexpr(3):
+                M.bias[at.tid, part] = P.conv_dtype(0)
+    used += 3 * units
+    rows = split.Rows(1, 1, HEAD_DIM // 4, first=used)
+    split.copy_rows(M.dt_bias.iterator, A.dt_bias + Int64(at.head * HEAD_DIM) * 4, none, none, rows, at, P)
+    rows = split.Rows(1, 1, P.rows // 4, first=used + HEAD_DIM // 4)
+    split.copy_rows(M.norm_weight.iterator, A.norm_weight + Int64(at.rank * P.rows) * 4, none, none, rows, at, P)
+    if at.tid == P.threads - 1:
+        blocks.copy_async(M.A_log.iterator.toint(), A.A_log + Int64(at.head) * 4, 4)
+
+
+@cute.jit
+def load_record(
+    M: cutlass.Constexpr, record: split.Record, count: Int32, at: split.Place, P: cutlass.Constexpr
+) -> None:
+    """Keys and gates, and this CTA's rows of the corrections, of a record's first `count` tokens."""
+    tokens = Int32(0)
+    if record.row >= 0:
+        tokens = count
+    units = 2 * HEAD_DIM // _UNIT
+    keys = M.old_key_gates.iterator.toint()
+    for i in range_constexpr(ceil_div(P.tokens * units, P.threads)):
+        unit = at.tid + i * P.threads
+        if unit < tokens * units:
+            blocks.copy_async(keys + unit * 16, record.key_gates + Int64(unit) * 16, 16)
+    units = P.rows // 4
+    corrections = M.old_corrections.iterator.toint()
+    source = record.corrections + Int64(at.rank * P.rows) * 4
+    for i in range_constexpr(ceil_div(P.tokens * units, P.threads)):
+        unit = P.threads - 1 - at.tid + i * P.threads
+        if unit < tokens * units:
+            place = unit // units * (4 * HEAD_DIM) + unit % units * 16
+            blocks.copy_async(corrections + unit * 16, source + Int64(place), 16)
+
+
+@cute.jit
+def load_rows(S: cute.Tensor, address: Int64, P: cutlass.Constexpr) -> None:
+    """This thread's cells of its two state rows: (4, row, cell)."""
+    priority = cute.nvgpu.CacheEvictionPriority.EVICT_NORMAL
+    if const_expr(P.bypass_l1):
+        priority = cute.nvgpu.CacheEvictionPriority.NO_ALLOCATE
+    load = cute.nvgpu.CopyG2ROp()
+    atom = cute.make_copy_atom(load, Float32, num_bits_per_copy=128, l1c_evict_priority=priority)
+    part = _cells(address, P)
+    for c in range_constexpr(P.cells):
+        for row in range_constexpr(2):
+            cute.copy(atom, part[None, row, c], S[None, row, c])
+
+
+def _cells(address: Int64, P: Plan) -> cute.Tensor:
+    pointer = cute.make_ptr(Float32, address, GMEM, assumed_align=16)
+    return cute.make_tensor(pointer, cute.make_layout((4, 2, P.cells), stride=(1, HEAD_DIM, 16)))
+
+
+@cute.jit
+def gate(
+    M: cutlass.Constexpr,
+    weights: cute.Tensor,
+    exp_A: Float32,
+    lower_bound: Float32,
+    tile: Int32,
+    at: split.Place,
+    P: cutlass.Constexpr,
+) -> None:
+    """Gamma and raw gates of 16 features, those of a tile of the item's eight."""
+    raw = chunked.raw_gates(weights, M.f_a, at.lane, P.chains, P)
+    # The record still holds the old gates.
+    none = split.Record(Int32(-1), Int64(0), Int64(0))
+    chunked.store_gammas(raw, M.gamma, M.dt_bias, exp_A, lower_bound, none, tile, at.lane, P)
+    gates = cute.make_tensor(
+        cute.recast_ptr(M.raw_gates.iterator, dtype=Uint32), cute.make_layout((P.rows // 2, P.tokens))
+    )
+    place = 8 * (tile - at.rank * P.row_tiles) + at.lane // 4
+    for side in range_constexpr(2):
+        token = at.lane % 4 * 2 + side
+        if token < P.tokens:
+            gates[place, token] = blocks.pack(raw[side], raw[2 + side])
+
+
+@cute.jit
+def convolve(M: cutlass.Constexpr, window: split.Window, at: split.Place, P: cutlass.Constexpr) -> None:
+    """Two channels of one of q, k, v, a group of tokens; a window that is copied whole is rolled in shared memory."""
+    pairs = P.rows // 2
+    group = at.tid // (3 * pairs)
+    part, pair = at.tid // pairs % 3, at.tid % pairs
+    x = cute.make_tensor(
+        M.x.iterator,
+        cute.make_layout((2, pairs, 3, P.history + P.tokens), stride=(1, 2, P.rows, 3 * P.rows)),
+    )
+    taps = cute.make_tensor(
+        M.taps.iterator, cute.make_layout((2, pairs, CONV_WIDTH, 3), stride=(1, 2, P.rows, CONV_WIDTH * P.rows))
+    )
+    biases = cute.make_tensor(M.bias.iterator, cute.make_layout((2, pairs, 3), stride=(1, 2, P.rows)))
+    results = cute.make_tensor(
+        cute.recast_ptr(M.qkv.iterator, dtype=Uint32),
+        cute.make_layout((HEAD_DIM // 2, 3, P.tokens), stride=(1, HEAD_DIM // 2, chunked.QKV_PITCH // 2)),
+    )
+    weight = cute.make_rmem_tensor((2, CONV_WIDTH), P.conv_dtype)
+    bias = cute.make_rmem_tensor(2, P.conv_dtype)
+    cute.autovec_copy(biases[None, pair, part], bias)
+    for tap in range_constexpr(CONV_WIDTH):
+        cute.autovec_copy(taps[None, pair, tap, part], weight[None, tap])
+
+    past = cute.make_rmem_tensor((2, _HISTORY), BFloat16)
+    if group == 0:
+        if const_expr(P.layout == "rows"):
+            split.take_history(past, M, window, pair, part, P)
+        else:
+            for e in range_constexpr(_HISTORY):
+                cute.autovec_copy(x[None, pair, part, e], past[None, e])
+    if const_expr(P.token_groups > 1):
+        if group > 0:
+            for e in range_constexpr(_HISTORY):
+                cute.autovec_copy(x[None, pair, part, P.history + P.group_tokens - _HISTORY + e], past[None, e])
+    seen = cute.make_rmem_tensor((2, CONV_WIDTH), Float32)
+    for e in range_constexpr(_HISTORY):
+        for i in range_constexpr(2):
+            seen[i, e + 1] = past[i, e].to(Float32)
+    for j in range_constexpr(P.group_tokens):
+        t = group * P.group_tokens + j
+        if t < P.tokens:
+            new = cute.make_rmem_tensor(2, BFloat16)
+            cute.autovec_copy(x[None, pair, part, P.history + t], new)
+            y = cute.make_rmem_tensor(2, Float32)
+            for i in range_constexpr(2):
+                for e in range_constexpr(_HISTORY):
+                    seen[i, e] = seen[i, e + 1]
+                seen[i, _HISTORY] = new[i].to(Float32)
+                y[i] = bias[i].to(Float32)
+                for tap in range_constexpr(CONV_WIDTH):
+                    y[i] += weight[i, tap].to(Float32) * seen[i, tap]
+            rounded = blocks.pack(y[0] * blocks.sigmoid(y[0]), y[1] * blocks.sigmoid(y[1]))
+            results[at.rank * pairs + pair, part, t] = rounded
+    if const_expr(P.layout == "rows"):
+        if group == 0:
+            split.roll_window(past, x, M, window, pair, part, P)
+
+
+@cute.jit
+def weigh(
+    M: cutlass.Constexpr,
+    n: Int32,
+    exp_A: Float32,
+    lower_bound: Float32,
+    index: Int32,
+    lane: Int32,
+    P: cutlass.Constexpr,
+) -> None:
+    """k^_t e^{L_n - L_t} of the n pending tokens as B fragments, and e^{L_n}: two columns, by one of two warps.
+
+    Whatever stands in a record past the pending tokens has no part in it.
+    """
+    pair = 32 * index + lane
+    words = cute.make_tensor(
+        cute.recast_ptr(M.old_key_gates.iterator, dtype=Uint32),
+        cute.make_layout((HEAD_DIM // 2, 2, P.tokens), stride=(1, HEAD_DIM // 2, HEAD_DIM)),
+    )
+    squares = cute.make_rmem_tensor(P.slots, Float32)
+    squares.fill(Float32(0))
+    for t in range_constexpr(P.tokens):
+        for half in range_constexpr(2):
+            word = words[32 * half + lane, 0, t]
+            low, high = blocks.low_half(word), blocks.high_half(word)
+            squares[t] += low * low + high * high
+    norms = blocks.rsqrt(blocks.row_sums(squares, P.slots, 32, lane) + Float32(_KEY_EPS))
+
+    biases = cute.make_rmem_tensor(2, Float32)
+    cute.autovec_copy(
+        cute.make_tensor(M.dt_bias.iterator, cute.make_layout((2, HEAD_DIM // 2), stride=(1, 2)))[None, pair], biases
+    )
+    later = cute.make_rmem_tensor(2, Float32)  # log decay after token t, base 2
+    weighed = cute.make_rmem_tensor((2, P.slots), Float32)
+    later.fill(Float32(0))
+    weighed.fill(Float32(0))
+    for t in range_constexpr(P.tokens - 1, -1, -1):
+        norm = arch.shuffle_sync(norms, t * (32 // P.slots))
+        key, raw = words[pair, 0, t], words[pair, 1, t]
+        for i in range_constexpr(2):
+            k = blocks.high_half(key) if const_expr(i == 1) else blocks.low_half(key)
+            g = blocks.high_half(raw) if const_expr(i == 1) else blocks.low_half(raw)
+            aged = k * norm * cute.math.exp2(later[i], approx=True, ftz=True)
+            log = blocks.log_decay(g, biases[i], exp_A, lower_bound) * Float32(_LOG2E)
+            weighed[i, t] = aged if t < n else Float32(0)
+            later[i] = later[i] + (log if t < n else Float32(0))
+    for i in range_constexpr(2):
+        later[i] = cute.math.exp2(later[i], approx=True, ftz=True)
+    scales = cute.make_tensor(M.fold_scale.iterator, cute.make_layout((2, HEAD_DIM // 2), stride=(1, 2)))
+    cute.autovec_copy(later, scales[None, pair])
+
+    # Columns 2 pair, 2 pair + 1: of half `pair % 2` of cell `pair / 8`, there columns g, g + 1 of the MMA.
+    fragments = cute.make_tensor(M.fold.iterator, P.fold_layout)
+    for t in range_constexpr(P.slots // 2):
+        for i in range_constexpr(2):
+            two = cute.make_rmem_tensor(2, Uint32)
+            two[0], two[1] = chunked.split_rounded(weighed[i, 2 * t], weighed[i, 2 * t + 1])
+            place = fold_place(pair % 8 // 2 * 2 + i, t)
+            cute.autovec_copy(two, fragments[None, pair % 2, place, pair // 8])
+
+
+def fold_place(g: Any, t: Any) -> Any:
+    """Where the fragment of lane 4g + t lies: spread so that neither side has bank conflicts."""
+    return 8 * t + (g + 2 * t) % 8
+
+
+@cute.jit
+def send_vectors(M: cutlass.Constexpr, at: split.Place, P: cutlass.Constexpr) -> None:
+    """q, k and Gamma of this CTA's channels to the same places of the other CTAs, by 16 bytes."""
+    units, values = P.rows // _UNIT, P.rows // 4
+    total = P.tokens * P.sent_units
+    barrier = M.barriers.toint() + 8 * _VECTORS
+    qkv, gamma = M.qkv.iterator.toint(), M.gamma.iterator.toint()
+    for i in range_constexpr(ceil_div(total * (P.split - 1), P.threads)):
+        index = at.tid + i * P.threads
+        if index < total * (P.split - 1):
+            cta = (at.rank + 1 + index // total) % P.split
+            token, unit = index % total // P.sent_units, index % P.sent_units
+            place = gamma + (token * chunked.GAMMA_PITCH + at.rank * P.rows) * 4 + unit * 16
+            if unit >= values:
+                unit -= values
+                channel = unit // units * HEAD_DIM + at.rank * P.rows + unit % units * _UNIT
+                place = qkv + (token * chunked.QKV_PITCH + channel) * 2
+            four = cute.make_rmem_tensor(4, Uint32)
+            source = cute.make_ptr(Uint32, place, SMEM, assumed_align=16)
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), four)
+            blocks.send_quad(blocks.peer(place, cta), blocks.peer(barrier, cta), four)
+
+
+@cute.jit
+def fold(A: Arguments, S: cute.Tensor, M: cutlass.Constexpr, page: Int32, n: Int32, P: cutlass.Constexpr) -> None:
+    """S e^{L_n} + U K of this thread's cells, in place and to the page.
+
+    A cell's columns 0, 1 and 2, 3 of both rows are each what an m16n8 accumulator has on this lane. The K axis holds
+    tokens: up to eight as (hi, lo) of the corrections, with the keys' hi and then their lo; up to four as (hi, lo, hi,
+    lo) against (hi, hi, lo, lo).
+    """
+    at = here(A, P)
+    lane, part = at.lane, at.warp // P.row_tiles
+    u = old_corrections(M, n, at.warp % P.row_tiles, lane, P)
+    atom = _store_atom(P)
+    target = _cells(rows_of(A, page, at, P), P)
+    for c in range_constexpr(P.cells):
+        fold_cell(S[None, 0, c], S[None, 1, c], u, M, part * P.cells + c, lane, P)
+        for row in range_constexpr(2):
+            cute.copy(atom, S[None, row, c], target[None, row, c])
+
+
+def _store_atom(P: Plan) -> Any:
+    mode = cute.nvgpu.StoreCacheMode.STREAMING if P.stream_stores else cute.nvgpu.StoreCacheMode.NONE
+    return cute.make_copy_atom(cute.nvgpu.CopyR2GOp(), Float32, num_bits_per_copy=128, store_cache_mode=mode)
+
+
+@cute.jit
+def fold_cell(
+    x: cute.Tensor,
+    y: cute.Tensor,
+    u: tuple[Uint32, ...],
+    M: cutlass.Constexpr,
+    cell: Int32,
+    lane: Int32,
+    P: cutlass.Constexpr,
+) -> None:
+    """A cell of each of the thread's two rows, x and y, in place. u: of `old_corrections`."""
+    fragments = cute.make_tensor(
+        cute.recast_ptr(M.fold.iterator, dtype=Uint32),
+        cute.make_layout((4, P.fold_places, P.row_cells), stride=(1, 4, 4 * P.fold_places + 4)),
+    )
+    scales = cute.make_tensor(M.fold_scale.iterator, cute.make_layout((4, 4, P.row_cells), stride=(1, 4, 16)))
+    scale = cute.make_rmem_tensor(4, Float32)
+    keys = cute.make_rmem_tensor(4, Uint32)
+    cute.autovec_copy(scales[None, lane % 4, cell], scale)
+    cute.autovec_copy(fragments[None, fold_place(lane // 4, lane % (P.slots // 2)), cell], keys)
+    for half in range_constexpr(2):
+        i, j = 2 * half, 2 * half + 1
+        sums = (x[i] * scale[i], x[j] * scale[j], y[i] * scale[i], y[j] * scale[j])
+        if const_expr(P.slots == 8):
+            sums = blocks.mma_16816(sums, u, (keys[i], keys[i]))
+            sums = blocks.mma_16816(sums, u, (keys[j], keys[j]))
+        else:
+            sums = blocks.mma_16816(sums, u, (keys[i], keys[j]))
+        x[i], x[j], y[i], y[j] = sums
+
+
+@cute.jit
+def copy_line(
+    A: Arguments, M: cutlass.Constexpr, page: Int32, line: cutlass.Constexpr, at: split.Place, P: cutlass.Constexpr
+) -> None:
+    cells = M.state.iterator.toint() + (line * chunked.LINE_BYTES + 16 * at.tid)
+    chunked.copy_line(cells, page_of(A, page, at.head), Int32(line), at.warp, at.lane, Int64(0), False, P)
+
+
+@cute.jit
+def advance_line(
+    A: Arguments,
+    sums: cute.Tensor,
+    M: cutlass.Constexpr,
+    u: tuple[Uint32, ...],
+    page: Int32,
+    n: Int32,
+    line: cutlass.Constexpr,
+    at: split.Place,
+    P: cutlass.Constexpr,
+) -> None:
+    """Fold a line of the warp's rows that `copy_line` brought, add its products, and store it by whole lines."""
+    g, t = at.lane // 4, at.lane % 4
+    piece = 32 * chunked.WARPS * 16  # of the warp's rows 4j .. 4j + 3, from one j to the next
+    cells = M.state.iterator.toint() + (line * chunked.LINE_BYTES + 512 * at.warp)
+    arch.sync_warp()
+    for half in range_constexpr(2):
+        first = cells + (g // 2 * piece + g % 2 * 256 + (g % 2 ^ half) * 64 + t * 16)
+        x = cute.make_rmem_tensor(4, Float32)
+        y = cute.make_rmem_tensor(4, Float32)
+        cute.autovec_copy(_shared_cell(first), x)
+        cute.autovec_copy(_shared_cell(first + 128), y)
+        if n > 0:
+            fold_cell(x, y, u, M, Int32(2 * line + half), at.lane, P)
+            cute.autovec_copy(x, _shared_cell(first))
+            cute.autovec_copy(y, _shared_cell(first + 128))
+        chunked.multiply_cell(sums, _words(x), _words(y), M.fragments, Int32(2 * line + half), at.lane, P)
+    if n > 0:
+        arch.sync_warp()
+        rows = page_of(A, page, at.head) + Int64((16 * at.warp + at.lane // 8) * _ROW_BYTES + at.lane % 8 * 16)
+        layout = cute.make_layout((4, HEAD_DIM // 32, 4), stride=(1, 32, 4 * HEAD_DIM))
+        target = cute.make_tensor(cute.make_ptr(Float32, rows, GMEM, assumed_align=16), layout)
+        for j in range_constexpr(4):
+            four = cute.make_rmem_tensor(4, Float32)
+            cute.autovec_copy(_shared_cell(cells + (at.lane ^ (at.lane // 16 * 4)) * 16 + j * piece), four)
+            cute.copy(_store_atom(P), four, target[None, line, j])
+
+
+def _shared_cell(address: Int32) -> cute.Tensor:
+    return cute.make_tensor(cute.make_ptr(Float32, address, SMEM, assumed_align=16), cute.make_layout(4))
+
+
+@cute.jit
+def old_corrections(
+    M: cutlass.Constexpr, n: Int32, tile: Int32, lane: Int32, P: cutlass.Constexpr
+) -> tuple[Uint32, ...]:
+    """The pending tokens' corrections of 16 rows as A fragment: see `fold`."""
+    pairs = cute.make_tensor(
+        M.old_corrections.iterator, cute.make_layout((2, P.rows // 2, P.tokens), stride=(1, 2, P.rows))
+    )
+    token = chunked.first_token(lane, P)
+    u = cute.make_rmem_tensor((2, 2), Float32)  # (row, token)
+    for side in range_constexpr(2):
+        cute.autovec_copy(pairs[None, 8 * tile + lane // 4, min(token + side, P.tokens - 1)], u[None, side])
+        for row in range_constexpr(2):
+            u[row, side] = u[row, side] if token + side < n else Float32(0)
+    high_x, low_x = chunked.split_rounded(u[0, 0], u[0, 1])
+    high_y, low_y = chunked.split_rounded(u[1, 0], u[1, 1])
+    if const_expr(P.slots == 4):
+        high_x = high_x if lane % 4 < 2 else low_x
+        high_y = high_y if lane % 4 < 2 else low_y
+        low_x, low_y = high_x, high_y
+    return high_x, high_y, low_x, low_y
+
+
+@cute.jit
+def store_keys_and_gates(M: cutlass.Constexpr, record: split.Record, at: split.Place, P: cutlass.Constexpr) -> None:
+    """Keys and raw gates of this CTA's channels to the record."""
+    units = P.rows // _UNIT
+    total = 2 * P.tokens * units
+    for i in range_constexpr(ceil_div(total, P.threads)):
+        index = at.tid + i * P.threads
+        if index < total:
+            token, unit = index // (2 * units), index % (2 * units)
+            channel = at.rank * P.rows + unit * _UNIT
+            place = M.qkv.iterator.toint() + (token * chunked.QKV_PITCH + HEAD_DIM + channel) * 2
+            if unit >= units:
+                channel += HEAD_DIM - P.rows
+                place = M.raw_gates.iterator.toint() + (token * P.rows + (unit - units) * _UNIT) * 2
+            four = cute.make_rmem_tensor(4, Uint32)
+            source = cute.make_ptr(Uint32, place, SMEM, assumed_align=16)
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), four)
+            address = record.key_gates + Int64(token * (2 * HEAD_DIM) + channel) * 2
+            target = cute.make_ptr(Uint32, address, GMEM, assumed_align=16)
+            cute.autovec_copy(four, cute.make_tensor(target, cute.make_layout(4)))
+
+
+@cute.jit
+def multiply(
+    sums: cute.Tensor, S: cute.Tensor, M: cutlass.Constexpr, part: Int32, lane: Int32, P: cutlass.Constexpr
+) -> None:
+    """Add the products of this thread's cells with the window's vectors."""
+    address = M.fragments.iterator.toint() + part * (P.cells * P.step_bytes)
+    pointer = cute.make_ptr(Uint8, address, SMEM, assumed_align=16)
+    fragments = cute.make_tensor(pointer, cute.make_layout(P.cells * P.step_bytes))
+    for c in range_constexpr(P.cells):
+        x = cute.make_rmem_tensor(4, Float32)
+        y = cute.make_rmem_tensor(4, Float32)
+        for e in range_constexpr(4):
+            x[e], y[e] = S[e, 0, c], S[e, 1, c]
+        chunked.multiply_cell(sums, _words(x), _words(y), fragments, Int32(c), lane, P)
+
+
+def _words(x: cute.Tensor) -> cute.Tensor:
+    return cute.make_tensor(cute.recast_ptr(x.iterator, dtype=Uint32), cute.make_layout(4))
+
+
+@cute.jit
+def put_part(sums: cute.Tensor, M: cutlass.Constexpr, warp: Int32, lane: Int32, P: cutlass.Constexpr) -> None:
+    for tile in range_constexpr(P.tiles):
+        total = cute.make_rmem_tensor(4, Float32)
+        for i in range_constexpr(4):
+            total[i] = sums[i, 0, tile] + sums[i, 1, tile]
+        cute.autovec_copy(total, M.parts[None, lane, tile, warp])
+
+
+@cute.jit
+def add_parts(sums: cute.Tensor, M: cutlass.Constexpr, row_tile: Int32, lane: Int32, P: cutlass.Constexpr) -> None:
+    """The sums of all warps that share a tile of rows."""
+    sums.fill(Float32(0))
+    for part in range_constexpr(P.column_parts):
+        for tile in range_constexpr(P.tiles):
+            values = cute.make_rmem_tensor(4, Float32)
+            cute.autovec_copy(M.parts[None, lane, tile, part * P.row_tiles + row_tile], values)
+            for i in range_constexpr(4):
+                sums[i, part % 2, tile] = sums[i, part % 2, tile] + values[i]
+
+
+@cute.jit
+def finish(A: Arguments, sums: cute.Tensor, M: cutlass.Constexpr, row: Int32, P: cutlass.Constexpr) -> None:
+    """Corrections and outputs of a warp's tile of rows."""
+    # Asked for anew, so that less is kept in registers until here.
+    at = here(A, P)
+    tile = at.warp % P.row_tiles
+    own_tile = at.rank * P.row_tiles + tile  # of the item's eight
+    v = chunked.values(M.qkv, own_tile, at.lane, P)
+    u, attended = chunked.finish(sums, v, M.solution, at.lane, P)
+    o = cute.make_rmem_tensor(4, Float32)
+    for i in range_constexpr(4):
+        o[i] = blocks.rounded(attended[i])
+    chunked.store_squares(o, M.squares, own_tile, at.lane, P)
+    if const_expr(P.split > 1):
+        send_squares(M, own_tile, at.lane, P)
+    factors = output_factors(M, tile, at.lane, P)
+    if row >= 0:
+        chunked.store_corrections(u, record_of(A, row, at.head).corrections, own_tile, at.lane, P)
+    first = Int64(blocks.special("%ctaid.y") * P.tokens)
+    results = A.out + (first * at.D + at.head * HEAD_DIM) * 2
+    if const_expr(P.split > 1):
+        blocks.poll(M.barriers + _SUMS, 0)
+        chunked.store_outputs(o, factors, M.sums, A.eps, results, at.D, own_tile, at.lane, P)
+    else:
+        arch.sync_threads()
+        chunked.store_outputs(o, factors, M.squares, A.eps, results, at.D, own_tile, at.lane, P)
+
+
+@cute.jit
+def send_squares(M: cutlass.Constexpr, own_tile: Int32, lane: Int32, P: cutlass.Constexpr) -> None:
+    """A tile's sums of squares, left by `chunked.store_squares`, to every CTA."""
+    arch.sync_warp()
+    if lane < P.slots:
+        place = lane * chunked.WARPS + (own_tile ^ (lane // 4 * 4))
+        square = M.squares[place]
+        address, barrier = M.sums.iterator.toint() + place * 4, M.barriers.toint() + 8 * _SUMS
+        for cta in range_constexpr(P.split):
+            blocks.send(blocks.peer(address, Int32(cta)), blocks.peer(barrier, Int32(cta)), square)
+
+
+@cute.jit
+def output_factors(M: cutlass.Constexpr, tile: Int32, lane: Int32, P: cutlass.Constexpr) -> cute.Tensor:
+    """Norm weight times sigmoid of the output gate, in the order of `chunked.values`."""
+    words = cute.make_tensor(
+        cute.recast_ptr(M.out_gate.iterator, dtype=Uint32), cute.make_layout((P.rows // 2, P.tokens))
+    )
+    token, place = chunked.first_token(lane, P), 8 * tile + lane // 4
+    weights = cute.make_rmem_tensor(2, Float32)
+    cute.autovec_copy(
+        cute.make_tensor(M.norm_weight.iterator, cute.make_layout((2, P.rows // 2), stride=(1, 2)))[None, place],
+        weights,
+    )
+    factors = cute.make_rmem_tensor(4, Float32)
+    for side in range_constexpr(2):
+        gates = words[place, min(token + side, P.tokens - 1)]
+        factors[side] = weights[0] * blocks.sigmoid(blocks.low_half(gates))
+        factors[2 + side] = weights[1] * blocks.sigmoid(blocks.high_half(gates))
+    return factors

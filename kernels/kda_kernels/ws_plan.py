@@ -1,0 +1,409 @@
+"""What the groups of warps of KdaWS share: the plan of a binary, shared memory, the hand-over, places of fragments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
+from cutlass.memory import SmemAllocator
+
+from kda_kernels import blocks
+from kda_kernels.arguments import Arguments
+from kdabench.problem import CONV_WIDTH, HEAD_DIM, StateDtype, ceil_div
+
+PROLOGUE, PRODUCT, EPILOGUE = 8, 8, 4
+"""Warps of each group."""
+THREADS = 32 * (PROLOGUE + PRODUCT + EPILOGUE)
+LAUNCHED = 65_536 // THREADS // 8 * 8
+"""Registers per thread that a CTA starts with."""
+REGISTERS = {
+    ("decode", "rows"): (80, 136, 48),
+    ("decode", "taps"): (80, 136, 48),
+    ("spec", "rows"): (72, 144, 48),
+    ("spec", "taps"): (72, 144, 48),
+    ("record", "rows"): (96, 96, 96),
+    ("record", "taps"): (104, 96, 80),
+}
+"""Of a thread of each group, by setmaxnreg, by kind and layout: the splits without spills on all targets. Multiples of
+8; together at most LAUNCHED per thread.
+"""
+
+INPUT_STAGES = 2
+VECTOR_STAGES = 2
+VALUE_STAGES = 3
+BOTTLENECK_STAGES = VALUE_STAGES
+"""One more than of the other inputs: who asks for item n+2's then knows that all warps are done with item n-1's."""
+
+HISTORY = CONV_WIDTH - 1
+STEPS = HEAD_DIM // 16  # MMA steps along K
+UNIT = 8  # bf16 elements of a 16-byte copy
+RESULT_PITCH = HEAD_DIM + 4  # pitches that spread an MMA's rows over the banks
+BOTTLENECK_PITCH = HEAD_DIM + 16  # of f_a in bf16; behind the 128 elements raw betas of two heads
+_ROW_BYTES = 3 * HEAD_DIM * 2
+
+arch = cute.arch
+GMEM = cutlass.AddressSpace.gmem
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What decides the code: the problem's compile-time part and the Spec's. Its repr is the cache key.
+
+    layout   of the window: rows = dim-first, taps = window-major
+    window   entries of a `rows` window
+    """
+
+    kind: str
+    tokens: int
+    state_dtype: StateDtype
+    layout: Literal["rows", "taps"]
+    window: int
+    gate_mode: int
+    terms: int
+    weight_dtype: str
+    state_stages: int
+    result_stages: int
+    streamable: bool = True
+
+    @property
+    def chunked(self) -> bool:
+        return self.kind == "record"
+
+    @property
+    def item_bytes(self) -> int:
+        return 4 if self.state_dtype == "fp32" else 2
+
+    @property
+    def dtype(self) -> Any:
+        return Float32 if self.state_dtype == "fp32" else BFloat16
+
+    @property
+    def conv_dtype(self) -> Any:
+        return Float32 if self.weight_dtype == "fp32" else BFloat16
+
+    @property
+    def weight_bytes(self) -> int:
+        return 4 if self.weight_dtype == "fp32" else 2
+
+    @property
+    def keeps_gate(self) -> bool:
+        """Whether a head's gate weights stay in registers. A spec's time is that of its states: it loads them anew."""
+        return self.kind != "spec"
+
+    @property
+    def finishers(self) -> int:
+        """Warps of the epilogue that have a part in it."""
+        return EPILOGUE if self.chunked else min(EPILOGUE, self.tokens)
+
+    @property
+    def lane_tokens(self) -> int:
+        """Tokens of a lane of the prologue: lane q of a group of four has `lane_tokens * q` and those after it."""
+        return 1 if self.tokens <= 4 else 2
+
+    @property
+    def row_pitch(self) -> int:
+        """Elements between the first inputs of neighbouring lanes of a group of four: eight banks apart."""
+        return (_ROW_BYTES * self.lane_tokens + 32) // 2
+
+    @property
+    def value_pitch(self) -> int:
+        """Elements between tokens of v, which keep neighbouring lanes' eight banks apart too."""
+        return HEAD_DIM + 16 // self.lane_tokens
+
+    def row_place(self, row: Any) -> tuple[Any, Any]:
+        """Where a row of inputs lies: coordinates with the strides 3 * 128 and `row_pitch`."""
+        return (0, row) if self.lane_tokens == 1 else (row % 2, row // 2)
+
+    @property
+    def rows(self) -> int:
+        """Rows of inputs: the window's last three, then those of all lanes' tokens."""
+        return HISTORY + 4 * self.lane_tokens
+
+    @property
+    def sums(self) -> int:
+        """Kinds of sums over the channels of a token: k.k, q.q and, without the chunked form, k.q."""
+        return 2 if self.chunked else 3
+
+    @property
+    def sum_words(self) -> int:
+        """Of a token: each sum's part from every warp of the prologue; then beta, and room for rk and rq."""
+        return PROLOGUE * self.sums + 4
+
+    @property
+    def sum_stages(self) -> int:
+        return VALUE_STAGES if self.chunked else VECTOR_STAGES
+
+    @property
+    def tiles(self) -> int:
+        """MMA tiles of 8 vectors: keys and queries share one up to four tokens."""
+        return 1 if self.tokens <= 4 else 2
+
+    @property
+    def columns(self) -> int:
+        """Of the products with the state; column t belongs to Gamma_t k_t, column `columns / 2 + t` to Gamma_t q_t."""
+        return 8 * self.tiles
+
+    @property
+    def partials(self) -> int:
+        """Warps that share a tile of A and B, each `tiles` steps along K."""
+        return PRODUCT // self.tiles
+
+    @property
+    def vector(self) -> int:
+        """State elements of a 16-byte cell."""
+        return 16 // self.item_bytes
+
+    @property
+    def units(self) -> int:
+        """Cells of a page per thread of the product."""
+        return HEAD_DIM * HEAD_DIM // (self.vector * 32 * PRODUCT)
+
+    def unit_offset(self, unit: int) -> int:
+        """Byte offset of a thread's cell in a page, from its first one. A warp asks for 64 bytes of eight rows at a
+        time (record, upper rows first), or for half or whole rows, two at a time.
+        """
+        row_bytes = HEAD_DIM * self.item_bytes
+        if self.chunked:
+            return unit // 2 * 64 + unit % 2 * (8 * row_bytes)
+        cells = row_bytes // 256  # of a lane in a row
+        return unit // cells * (2 * row_bytes) + unit % cells * 256
+
+    @property
+    def groups(self) -> int:
+        """Groups of copies of a page: two MMA steps each, or without the chunked form all."""
+        return STEPS // 2 if self.chunked else 1
+
+    @property
+    def result_words(self) -> int:
+        """A stage of results: w and y, then the partial sums of A and B; without the chunked form o."""
+        if not self.chunked:
+            return self.tokens * HEAD_DIM
+        return self.columns * RESULT_PITCH + self.partials * 8 * self.columns
+
+    @property
+    def vector_words(self) -> int:
+        """A stage of vectors. record: fragments, (word, half, lane, tile, step); the last tile holds k / Gamma. Else
+        FP32, per token: d k, d q, d, k, v.
+        """
+        return STEPS * (self.tiles + 1) * 128 if self.chunked else self.tokens * 5 * HEAD_DIM
+
+    @property
+    def barriers(self) -> int:
+        return BOTTLENECK_STAGES + 2 * VECTOR_STAGES + 2 * self.result_stages + VALUE_STAGES
+
+    @property
+    def areas(self) -> dict[str, tuple[int, int]]:
+        """Shared memory by use: stages, and bytes of one, multiples of 32."""
+        last = self.row_place(self.rows - 1)
+        areas = {
+            "state": (self.state_stages, HEAD_DIM * HEAD_DIM * self.item_bytes),
+            "inputs": (INPUT_STAGES, last[0] * _ROW_BYTES + last[1] * self.row_pitch * 2 + _ROW_BYTES),
+            "window": (INPUT_STAGES, 3 * HEAD_DIM * self.window * 2),
+            "f_a": (BOTTLENECK_STAGES, self.tokens * BOTTLENECK_PITCH * 2),
+            "taps": (1, 3 * CONV_WIDTH * HEAD_DIM * self.weight_bytes),
+            "bias": (1, 3 * HEAD_DIM * self.weight_bytes),
+            "vectors": (VECTOR_STAGES, self.vector_words * 4),
+            "sums": (self.sum_stages, 32 * ceil_div(self.tokens * self.sum_words, 8)),
+            "results": (self.result_stages, self.result_words * 4),
+            "barriers": (1, 32 * ceil_div(self.barriers, 4)),
+        }
+        if self.chunked:
+            areas["values"] = (VALUE_STAGES, 32 * ceil_div(self.tokens * self.value_pitch, 16))
+        return {name: area for name, area in areas.items() if area[1]}
+
+    @property
+    def smem_bytes(self) -> int:
+        """All areas, each from a multiple of 128 on."""
+        total = 0
+        for stages, size in self.areas.values():
+            total = 128 * ceil_div(total, 128) + stages * size
+        return total
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A CTA's shared memory: areas `[element, stage]`, flat where there is one stage; and mbarriers, one per stage."""
+
+    state: Any  # [cells, threads, 4 words]
+    inputs: Any  # [rows, 3, 128] bf16, by `row_place`
+    window: Any  # [3, 128, entries] bf16, dim-first only
+    f_a: Any  # [tokens, BOTTLENECK_PITCH] bf16
+    taps: Any  # [3, 4, 128]
+    bias: Any  # [3, 128]
+    vectors: Any  # [`vector_words`]
+    sums: Any  # [tokens, `sum_words`] f32
+    results: Any  # [`result_words`] f32
+    values: Any  # [tokens, `value_pitch`] bf16 v, record only
+    f_a_full: Any
+    vectors_full: Any
+    vectors_empty: Any
+    results_full: Any
+    results_empty: Any
+    values_empty: Any
+
+
+@cute.jit
+def allocate(P: cutlass.Constexpr) -> Shared:
+    smem = SmemAllocator()
+    kinds = {
+        "state": Uint32,
+        "inputs": BFloat16,
+        "window": BFloat16,
+        "f_a": BFloat16,
+        "taps": P.conv_dtype,
+        "bias": P.conv_dtype,
+        "vectors": Uint32 if P.chunked else Float32,
+        "sums": Float32,
+        "results": Float32,
+        "barriers": Int64,
+        "values": BFloat16,
+    }
+    areas: dict[str, Any] = {"window": None, "values": None}
+    for name, (stages, size) in P.areas.items():
+        shape = size // (kinds[name].width // 8)
+        layout = cute.make_layout(shape if stages == 1 else (shape, stages))
+        areas[name] = smem.allocate_tensor(kinds[name], layout, byte_alignment=128)
+    barriers = areas.pop("barriers").iterator
+    vectors = barriers + BOTTLENECK_STAGES
+    results = vectors + 2 * VECTOR_STAGES
+    return Shared(
+        **areas,
+        f_a_full=barriers,
+        vectors_full=vectors,
+        vectors_empty=vectors + VECTOR_STAGES,
+        results_full=results,
+        results_empty=results + P.result_stages,
+        values_empty=results + 2 * P.result_stages,
+    )
+
+
+@cute.jit
+def stage_of(area: cute.Tensor, stage: Int32, stages: cutlass.Constexpr) -> cute.Tensor:
+    """A stage of an area, flat."""
+    if const_expr(stages == 1):
+        return area
+    return area[None, stage]
+
+
+@cute.jit
+def turn(n: Int32, stages: cutlass.Constexpr) -> tuple[Int32, Int32]:
+    """Of one or two stages the n-th item's, and the parity with which it is waited for to be full."""
+    return n & (stages - 1), (n >> (stages - 1)) & 1
+
+
+@cute.jit
+def advance(stage: Int32, phase: Int32, stages: cutlass.Constexpr) -> tuple[Int32, Int32]:
+    """The stage after it, and the parity with which its mbarrier is waited for."""
+    stage = stage + 1
+    if stage == stages:
+        stage, phase = Int32(0), phase ^ 1
+    return stage, phase
+
+
+@cute.jit
+def arrive(barrier: cute.Pointer, lane: Int32) -> None:
+    """One arrival for the warp, behind all that its lanes have done."""
+    arch.sync_warp()
+    if lane == 0:
+        arch.mbarrier_arrive(barrier)
+
+
+@cute.jit
+def pages_of(A: Arguments, request: Int32, zero: Int32, P: cutlass.Constexpr) -> tuple[Int32, Int32, Int32]:
+    """A request's slots of its window and of the state that it starts from, which are not above 0 for a null request,
+    and the entry of the window where its history begins. Past the last request: those of the last.
+    """
+    row = A.slots + Int64(min(request, A.requests - 1)) * A.slots_stride * 4
+    slot = blocks.at(Int32, row, zero)
+    if const_expr(P.kind != "spec"):
+        return slot, slot, Int32(0)
+    accepted = blocks.at(Int32, A.accepted + Int64(min(request, A.requests - 1)) * 4, zero)
+    entry = max(min(accepted, P.tokens) - 1, 0)
+    source = blocks.at(Int32, row, entry)
+    none = Int32(0)
+    return slot if source > 0 else none, source if slot > 0 else none, entry
+
+
+@cute.jit
+def exp2(x: Float32) -> Float32:
+    return cute.math.exp2(x, approx=True, ftz=True)
+
+
+@cute.jit
+def number(word: Uint32) -> Float32:
+    """The same bits as FP32."""
+    return arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word])
+
+
+@cute.jit
+def pair(low: Float32, high: Float32) -> Uint32:
+    """Two numbers rounded to BF16 in one word."""
+    return arch.inline_ptx(
+        "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Uint32], read_only_args=[low, high]
+    )
+
+
+@cute.jit
+def lower(word: Uint32) -> Float32:
+    """The lower BF16 of a word."""
+    return number(word << 16)
+
+
+@cute.jit
+def upper(word: Uint32) -> Float32:
+    """The upper BF16 of a word."""
+    return number(word & Uint32(0xFFFF0000))
+
+
+@cute.jit
+def copy_async(shared: Int32, address: Int64) -> None:
+    """cp.async of 16 bytes from global memory; L2 fetches the whole 128-byte line, whose rest others ask for."""
+    arch.inline_ptx("cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16;", read_only_args=[shared, address])
+
+
+@cute.jit
+def get_vector(dtype: cutlass.Constexpr, address: Int64, count: cutlass.Constexpr) -> cute.Tensor:
+    """Neighbouring elements from global memory to registers, up to 16 bytes at a time."""
+    values = cute.make_rmem_tensor(count, dtype)
+    source = cute.make_ptr(dtype, address, GMEM, assumed_align=min(16, count * dtype.width // 8))
+    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(count)), values)
+    return values
+
+
+@cute.jit
+def put_vector(values: cute.Tensor, address: Int64) -> None:
+    """Neighbouring elements from registers to global memory, in one access."""
+    dtype, count = values.element_type, cute.size(values)
+    target = cute.make_ptr(dtype, address, GMEM, assumed_align=count * dtype.width // 8)
+    cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(count)))
+
+
+@cute.jit
+def fragments_of(M: cutlass.Constexpr, stage: Int32, P: cutlass.Constexpr) -> cute.Tensor:
+    """(first and second term of two columns, half, place, tile, step) of a stage."""
+    return cute.make_tensor(
+        stage_of(M.vectors, stage, VECTOR_STAGES).iterator,
+        cute.make_layout((2, 2, 32, P.tiles + 1, STEPS), stride=(1, 2, 4, 128, 128 * (P.tiles + 1))),
+    )
+
+
+@cute.jit
+def place_of(lane: Int32) -> Int32:
+    """Where the words of an MMA's lane lie in a fragment, so that those who write a pair of columns of several vectors
+    meet different banks.
+    """
+    return lane ^ (lane // 8 * 2)
+
+
+@cute.jit
+def fragment_of(quad: Int32, P: cutlass.Constexpr) -> tuple[Int32, Int32]:
+    """MMA step along K, and lane of a group of four, that hold the columns 4*quad .. +3.
+
+    A lane takes 16 neighbouring bytes of a state row: four columns of one step (FP32), or eight of two (BF16).
+    """
+    if const_expr(P.state_dtype == "fp32"):
+        return quad // 4, quad % 4
+    return quad // 8 * 2 + quad % 2, quad % 8 // 2

@@ -1,0 +1,227 @@
+"""KdaFused on a GPU against the float64 reference, on awkward shapes, with poisoned outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_gpu_split import any_strides, bf16_weights, longer_window
+
+from kda_kernels import compare, fused, reference
+from kda_kernels.gpu import current_gpu
+from kda_kernels.operands import StepOperands, make_step
+from kdabench.problem import Problem
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = ((1, 256), (2, 256), (2, 128), (4, 256), (4, 128), (8, 256), (8, 128))
+FEW = ((1, 256), (2, 128), (4, 128))
+
+
+def problem(tokens: int, requests: int = 37, heads: int = 3, **more: Any) -> Problem:
+    return Problem("replay", requests, heads, tokens, **{"pending": "mix", **more})
+
+
+def checked(of: Problem, spec: fused.Spec, operands: StepOperands) -> None:
+    """Poison, launch, compare everything that the step may and may not write."""
+    compiled = fused.compile(of, spec, current_gpu())
+    expected = reference.step(of, operands)
+    compare.poison(operands)
+    fused.launch(compiled, operands, torch.cuda.current_stream().cuda_stream)
+    torch.cuda.synchronize()
+    assert compare.check_step(of, operands, expected) is None
+
+
+def forget_rejected(operands: StepOperands) -> StepOperands:
+    """NaN in the records' entries past the pending tokens."""
+    assert operands.pending is not None
+    for tensor in (operands.corrections, operands.key_gates):
+        assert tensor is not None
+        for row, n in enumerate(operands.pending.tolist()):
+            tensor[row, :, max(n, 0) :] = torch.nan
+    return operands
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("tokens", range(2, 9))
+@pytest.mark.parametrize("gate_mode", [0, 1])
+@pytest.mark.parametrize("inputs", ["model", "generic"])
+def test_every_shape(shape: tuple[int, int], tokens: int, gate_mode: int, inputs: Any) -> None:
+    of = problem(tokens)
+    operands = make_step(of, seed=tokens, pad=64, null_requests=(0, 7, 36), inputs=inputs)
+    checked(of, fused.Spec(*shape, gate_mode=gate_mode), forget_rejected(operands))
+
+
+@pytest.mark.parametrize("tokens", range(2, 9))
+@pytest.mark.parametrize("choices", [{}, {"gate_mode": 1}, {"stream_stores": True, "records": "pending"}], ids=str)
+def test_state_in_shared_memory(tokens: int, choices: dict[str, Any]) -> None:
+    of = problem(tokens)
+    operands = make_step(of, seed=tokens, pad=64, null_requests=(0, 7, 36), inputs="generic")
+    spec = fused.Spec(source="shared", fold="late", state_first=False)
+    checked(of, replace(spec, **choices), forget_rejected(operands))
+
+
+@pytest.mark.parametrize("heads", [1, 6, 8, 12, 24, 64, 96])
+@pytest.mark.parametrize("shape", FEW)
+@pytest.mark.parametrize("tokens", [4, 8])
+@pytest.mark.parametrize("pdl", [False, True])
+def test_heads_that_fill_the_machine(heads: int, shape: tuple[int, int], tokens: int, pdl: bool) -> None:
+    of = problem(tokens, 16, heads)
+    checked(of, fused.Spec(*shape, pdl=pdl), make_step(of, seed=heads, null_requests=(3,)))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("tokens", [3, 8])
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"fold": "late"},
+        {"state_first": False},
+        {"records": "pending"},
+        {"bypass_l1": True, "stream_stores": True},
+        {"fold": "late", "state_first": False, "records": "pending"},
+    ],
+    ids=str,
+)
+def test_choices(shape: tuple[int, int], tokens: int, choices: dict[str, Any]) -> None:
+    of = problem(tokens, 11, 6)
+    operands = make_step(of, seed=1, pad=16, null_requests=(4,), inputs="generic")
+    checked(of, fused.Spec(*shape, **choices), forget_rejected(operands))
+
+
+@pytest.mark.parametrize("shape", FEW)
+@pytest.mark.parametrize("tokens", [2, 5, 8])
+@pytest.mark.parametrize("layout", ["dim-first", "window-major"])
+@pytest.mark.parametrize(
+    ("change", "choices"),
+    [
+        (lambda o: o, {}),
+        (any_strides, {"streamable": False}),
+        (longer_window, {"window": 13}),
+        (bf16_weights, {"conv_weight_dtype": "bf16"}),
+        (lambda o: replace(o, conv_bias=None), {}),
+    ],
+    ids=["plain", "any strides", "longer window", "bf16 weights", "no bias"],
+)
+def test_layouts_and_weights(
+    shape: tuple[int, int],
+    tokens: int,
+    layout: Any,
+    change: Callable[[StepOperands], StepOperands],
+    choices: dict[str, Any],
+) -> None:
+    of = problem(tokens, 5, 3, conv_layout=layout)
+    checked(of, fused.Spec(*shape, **choices), change(make_step(of, seed=2, null_requests=(1, 4))))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("n", [0, 1, 8, "beyond"])
+def test_one_count_for_all(shape: tuple[int, int], n: Any) -> None:
+    """Counts outside 0..q count as the nearest of these."""
+    of = problem(8, 6, 3, pending=0 if n == "beyond" else n)
+    operands = make_step(of, seed=3)
+    if n == "beyond":
+        operands = replace(operands, pending=torch.tensor([9, -1, 100, -(2**31), 8, 2**31 - 1]).int().cuda())
+    checked(of, fused.Spec(*shape), operands)
+
+
+@pytest.mark.parametrize("shape", FEW)
+@pytest.mark.parametrize("tokens", [2, 4, 8])
+def test_records_longer_than_the_window_in_any_order(shape: tuple[int, int], tokens: int) -> None:
+    of = problem(tokens, 6)
+    o = make_step(of, seed=3)
+    assert o.record_rows is not None
+    rows = o.record_rows + 2
+    rows[3] = -4
+    o = replace(
+        o,
+        corrections=torch.randn(9, 3, tokens + 3, 128, device="cuda"),
+        key_gates=torch.randn(9, 3, tokens + 3, 256, device="cuda").to(torch.bfloat16),
+        record_rows=rows,
+        pending=torch.arange(9, dtype=torch.int32, device="cuda") % (tokens + 1),
+    )
+    checked(of, fused.Spec(*shape), o)
+
+
+@pytest.mark.parametrize("shape", FEW)
+@pytest.mark.parametrize("bound", [-7.5, -5.0, -0.01])
+def test_gates_at_their_bounds(shape: tuple[int, int], bound: float) -> None:
+    """Decays that come to e^-60 over eight tokens, and such that hardly decay."""
+    of = problem(8, 9, 3)
+    o = make_step(of, seed=4, lower_bound=bound)
+    o.dt_bias[::2] = 20
+    o.dt_bias[1::4] = -20
+    checked(of, fused.Spec(*shape), o)
+
+
+@pytest.mark.parametrize("shape", FEW)
+@pytest.mark.parametrize("tokens", [4, 8])
+def test_a_chain_of_steps(shape: tuple[int, int], tokens: int) -> None:
+    """Each step folds what the one before it recorded; every step is checked from where the kernel had come to."""
+    of = problem(tokens, 2 * tokens + 2, 6)
+    o = make_step(of, seed=5)
+    compiled = fused.compile(of, fused.Spec(*shape), current_gpu())
+    g = torch.Generator(device="cuda").manual_seed(6)
+    for step in range(20):
+        fresh = make_step(of, seed=100 + step, weights=o)
+        pending = torch.randint(0, tokens + 1, o.pending.shape, generator=g, device="cuda")  # type: ignore[union-attr]
+        o = replace(o, projected=fresh.projected, pending=pending.int())
+        expected = reference.step(of, o)
+        o.out.fill_(torch.nan)
+        fused.launch(compiled, o, torch.cuda.current_stream().cuda_stream)
+        torch.cuda.synchronize()
+        assert compare.check_step(of, o, expected) is None, step
+
+
+@pytest.mark.parametrize("shape", FEW)
+def test_offsets_beyond_32_bits(shape: tuple[int, int]) -> None:
+    of = problem(2, 3, 12)
+    small = make_step(of, seed=5)
+    last = 2**31 // (12 * 128 * 128) + 8  # pages whose first element lies past 2^31
+    used = torch.arange(1, small.state.shape[0], device="cuda")
+    state = torch.empty((last + 1, 12, 128, 128), device="cuda")
+    window = torch.zeros((last + 1, *small.conv_state.shape[1:]), dtype=torch.bfloat16, device="cuda")
+    state[last - used] = small.state[used]
+    window[last - used] = small.conv_state[used]
+    assert small.corrections is not None
+    assert small.key_gates is not None
+    large = replace(
+        small,
+        state=state,
+        conv_state=window,
+        slots=last - small.slots,
+        corrections=small.corrections.clone(),
+        key_gates=small.key_gates.clone(),
+    )
+    compiled = fused.compile(of, fused.Spec(*shape), current_gpu())
+    for operands in (small, large):
+        fused.launch(compiled, operands, torch.cuda.current_stream().cuda_stream)
+        if operands is small:
+            out = small.out.clone()
+    torch.cuda.synchronize()
+    assert torch.equal(large.out, out)
+    assert torch.equal(state[last - used], small.state[used])
+    assert torch.equal(window[last - used], small.conv_state[used])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("tokens", [2, 8])
+def test_repeated_launches_agree(shape: tuple[int, int], tokens: int) -> None:
+    """A chain of launches with programmatic edges over eight layers; bits depend on the inputs alone."""
+    of = problem(tokens, 33, 12)
+    compiled = fused.compile(of, fused.Spec(*shape, pdl=True), current_gpu())
+    runs = []
+    for _ in range(2):
+        layers = [make_step(of, seed=6 + i) for i in range(8)]
+        for _ in range(5):
+            for operands in layers:
+                fused.launch(compiled, operands, torch.cuda.current_stream().cuda_stream)
+        torch.cuda.synchronize()
+        runs.append(layers)
+    for first, second in zip(*runs, strict=True):
+        for name in ("out", "state", "conv_state", "corrections", "key_gates"):
+            a, b = getattr(first, name), getattr(second, name)
+            assert torch.equal(a.nan_to_num(), b.nan_to_num())

@@ -1,0 +1,463 @@
+"""KdaSplit's chunked windows without a GPU: rules, index maps, the source run thread by thread over whole clusters, and
+what the compiler made of it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, get_type_hints
+
+import pytest
+import simt
+import torch
+
+from kda_kernels import arguments, compare, reference, split, split_chunked
+from kda_kernels.gpu import Gpu
+from kda_kernels.operands import StepOperands, make_step
+from kdabench.problem import Problem
+
+GPUS = {"sm_90a": Gpu("sm_90a", 132), "sm_100a": Gpu("sm_100a", 148), "sm_103a": Gpu("sm_103a", 148)}
+H200 = GPUS["sm_90a"]
+CTAS = {(1, 256): 2, (2, 128): 3, (2, 256): 2, (4, 128): 5, (4, 256): 3, (8, 128): 6}
+"""That an SM must hold of each shape."""
+
+
+def spec(ctas: int = 8, threads: int = 128, gate_mode: int = 0, **choices: Any) -> split.Spec:
+    return split.Spec(split=ctas, threads=threads, gate_mode=gate_mode, form="chunked", **choices)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> object:
+    """Binaries are compiled here, not taken from an earlier run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KDA_KERNELS_CACHE", str(tmp_path_factory.mktemp("cubin")))
+        yield
+
+
+def problem(tokens: int = 8, state_dtype: Any = "fp32", **sizes: Any) -> Problem:
+    return Problem("record", **{"requests": 4, "heads": 6, "tokens": tokens, "state_dtype": state_dtype, **sizes})
+
+
+@pytest.mark.parametrize(
+    ("of", "choices", "reason"),
+    [
+        (Problem("decode", 4, 6), {}, "kind=decode"),
+        (Problem("spec", 4, 6, 4), {}, "kind=spec"),
+        (problem(), {"ctas": 8, "threads": 256}, "split=8 threads=256: form=chunked takes 1 x 256, 2 x 128"),
+        (problem(), {"gate_mode": 2}, "gate_mode=2: form=chunked takes 0, 1"),
+        (problem(), {"terms": 3}, "terms=3"),
+        (problem(), {"terms": 1}, "terms=1: only for BF16 state"),
+        (problem(), {"staging": "shared"}, "staging='shared': form=chunked takes registers"),
+        (problem(), {"conv_weight_dtype": "fp16"}, "conv_weight_dtype='fp16'"),
+        (problem(), {"window": 9}, "window=9 must lie in 10..16"),
+        (problem(requests=70_000), {}, "requests=70000"),
+    ],
+)
+def test_unsupported(of: Problem, choices: dict[str, Any], reason: str) -> None:
+    found = split.unsupported(of, spec(**choices), H200)
+    assert found is not None
+    assert reason in found
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        split.compile(of, spec(**choices), H200)
+
+
+def test_shared_memory_is_checked() -> None:
+    found = split_chunked.unsupported(problem(), spec(1, 256), Gpu("sm_90a", 132, smem_per_block=50_000))
+    assert found is not None
+    assert "shared memory" in found
+
+
+@pytest.mark.parametrize("tokens", range(2, 9))
+@pytest.mark.parametrize("shape", split_chunked.SHAPES)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_threads_cover_their_parts_once(shape: tuple[int, int], tokens: int, dtype: str) -> None:
+    p = split_chunked.plan(problem(tokens, dtype), spec(*shape))
+    assert split_chunked.unsupported(problem(tokens, dtype), spec(*shape), H200) is None
+    # A warp multiplies whole cells, and every warp takes part in both products.
+    assert p.row_tiles * p.column_parts == p.warps
+    assert p.steps * p.column_parts == p.pair_steps * p.warps == 8
+    assert p.cells * 4 == p.steps * p.item_bytes
+    # Gate, convolution and pairs in one pass each.
+    assert p.row_tiles <= p.warps
+    assert p.conv_tasks <= p.threads
+    assert p.groups * p.group_tokens >= tokens > (p.groups - 1) * p.group_tokens
+    assert p.pair_count <= p.threads
+    # Each row and token has one owner, and the lanes of a row lie in one warp.
+    owners = Counter(
+        (warp * p.warp_rows + lane % p.warp_rows, lane // p.warp_rows * p.own_tokens + e)
+        for warp in range(p.row_warps)
+        for lane in range(32)
+        for e in range(p.own_tokens)
+    )
+    assert owners == Counter((row, t) for row in range(p.rows) for t in range(p.slots))
+    assert p.row_warps <= p.warps
+    assert p.norm_slots % 4 == 0
+    for target in range(p.split):
+        senders = [r for r in range(p.warp_rows) for j in range(8) if r + j * p.warp_rows == target]
+        assert len(senders) == 1
+
+
+# Clusters for `simt`: the CTAs of one run together. What st.async brings arrives with the last bytes that its mbarrier
+# expects, no earlier.
+
+
+class _Barrier:
+    def __init__(self, count: int) -> None:
+        self.arrivals, self.bytes, self.done = count, 0, False
+        self.stores: list[tuple[simt.Memory, int, bytes]] = []
+
+    def settle(self) -> None:
+        assert not self.done, "used after its phase"
+        if self.arrivals == 0 and self.bytes == 0:
+            self.done = True
+            for memory, address, content in self.stores:
+                memory.write(address, content)
+
+
+class _ClusterTurns:
+    """The turns of a cluster's warps, as one CTA sees them."""
+
+    def __init__(self, turns: Any, rank: int) -> None:
+        self.all, self.rank = turns, rank
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.all, name)
+
+    def arrive(self, warp: int, barrier: int, threads: int, wait: bool) -> None:
+        self.all.arrive(warp, (self.rank, barrier), threads, wait)
+
+
+class _Cluster:
+    def __init__(self, first: tuple[int, int], split: int, threads: int, memory: Any, seed: int) -> None:
+        warps = threads // simt.WARP
+        turns = simt._Turns(split * warps, seed)
+        self.arrived = 0
+        self.threads = split * threads
+        self.ctas = []
+        for rank in range(split):
+            cta = simt._Cta((first[0] + rank, first[1], 0), threads, memory, seed)
+            cta.turns = _ClusterTurns(turns, rank)
+            for warp in cta.warps:
+                warp.index += rank * warps
+            cta.cluster, cta.barriers = self, {}
+            self.ctas.append(cta)
+
+
+_STRIDE = 1 << 20  # between the cluster addresses of neighbouring ranks
+
+
+def _wait_until(condition: Callable[[], bool]) -> None:
+    me = simt._me()
+    me.warp.barrier.wait()
+    if me.lane == 0:
+        turns = me.cta.turns.all
+        try:
+            with turns.condition:
+                for _ in range(20_000):
+                    if condition():
+                        break
+                    turns._next()
+                    turns._until(me.warp.index)
+                else:
+                    raise RuntimeError("waits forever")
+        except BaseException:
+            me.warp.barrier.abort()
+            raise
+    me.warp.barrier.wait()
+
+
+def _cluster_arch(arch: Any) -> dict[str, Any]:
+    """What a kernel with clusters needs of `cute.arch` beside what `simt` has."""
+    plain = arch.inline_ptx
+
+    def inline_ptx(code: str, **named: Any) -> Any:
+        args = named.get("read_only_args", ())
+        if code.startswith("mapa"):
+            assert 0 <= int(args[1]) < len(simt._me().cta.cluster.ctas)
+            return simt.Int32(int(args[0]) + (int(args[1]) + 1) * _STRIDE)
+        if code.startswith("st.async"):
+            cluster = simt._me().cta.cluster
+            assert cluster.arrived == cluster.threads, "a peer may not have started"
+            (rank, address), (other, barrier) = (divmod(int(a), _STRIDE) for a in args[:2])
+            assert rank == other > 0
+            target = cluster.ctas[rank - 1]
+            content = b"".join(simt._bits(x).to_bytes(4, "little") for x in args[2:])
+            found = target.barriers[barrier]
+            found.stores.append((target.shared, address, content))
+            found.bytes -= len(content)
+            found.settle()
+            return None
+        return plain(code, **named)
+
+    def init(pointer: Any, count: int) -> None:
+        simt._me().cta.barriers[pointer.address] = _Barrier(count)
+
+    def expect(pointer: Any, nbytes: int) -> None:
+        found = simt._me().cta.barriers[pointer.address]
+        found.arrivals -= 1
+        found.bytes += nbytes
+        found.settle()
+
+    def arrive() -> None:
+        simt._me().cta.cluster.arrived += 1
+
+    def wait_cluster() -> None:
+        cluster = simt._me().cta.cluster
+        _wait_until(lambda: cluster.arrived == cluster.threads)
+
+    def wait(pointer: Any, phase: int) -> None:
+        assert phase == 0
+        found = simt._me().cta.barriers[pointer.address]
+        _wait_until(lambda: found.done)
+
+    def test(pointer: Any, phase: int) -> bool:
+        wait(pointer, phase)
+        return True
+
+    return {
+        "inline_ptx": inline_ptx,
+        "mbarrier_init": init,
+        "mbarrier_init_fence": lambda: None,
+        "mbarrier_arrive_and_expect_tx": expect,
+        "mbarrier_wait": wait,
+        "mbarrier_test_wait": test,
+        "cluster_arrive_relaxed": arrive,
+        "cluster_wait": wait_cluster,
+    }
+
+
+def run_cluster(cluster: _Cluster, kernel: Callable[..., None], arguments: tuple[Any, ...]) -> int:
+    """Run the CTAs of one cluster together; returns the shared memory that one took."""
+    tops: list[int] = []
+    turns = cluster.ctas[0].turns.all
+
+    def body(cta: Any, tid: int) -> None:
+        me = simt._local.thread = simt._Thread(cta, tid)
+        try:
+            if me.lane == 0:
+                turns.start(me.warp.index)
+            me.warp.barrier.wait()
+            kernel(*arguments)
+            assert not me.copies, "copies that no group holds"
+            assert not any(me.groups), "copies that nobody waited for"
+            me.warp.barrier.wait()
+            if me.lane == 0:
+                turns.leave(me.warp.index)
+            tops.append(me.top - 1024)
+        except (SystemExit, threading.BrokenBarrierError):
+            pass
+        except BaseException as error:
+            turns.fail(error)
+            for other in cluster.ctas:
+                for warp in other.warps:
+                    warp.barrier.abort()
+
+    stack = threading.stack_size(256 * 1024)
+    workers = [
+        threading.Thread(target=body, args=(cta, tid), daemon=True)
+        for cta in cluster.ctas
+        for tid in range(cta.threads)
+    ]
+    threading.stack_size(stack)
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if turns.failure is not None:
+        raise turns.failure
+    assert not any(turns.arrived.values()), f"threads left at barriers: {turns.arrived}"
+    assert all(all(cta.waited_for_previous) for cta in cluster.ctas), (
+        "some threads never waited for the previous launch"
+    )
+    assert cluster.arrived in (0, cluster.threads)
+    for cta in cluster.ctas:
+        live = [b.done for b in cta.barriers.values() if b.stores]
+        assert all(live), "an mbarrier got less than it expects"
+    return max(tops)
+
+
+@pytest.fixture(scope="module")
+def emulated() -> ModuleType:
+    m = simt.load("blocks", "arguments", "chunked", "split_chunked")["split_chunked"]
+    m.arch.__dict__.update(_cluster_arch(m.arch))
+    m.blocks.declare_cluster = lambda ctas: None
+    return m
+
+
+def run_step(m: ModuleType, of: Problem, spec: split.Spec, operands: StepOperands, seed: int) -> None:
+    """Launch a step on operands in the CPU's memory."""
+    p = m.plan(of, spec)
+    m.check(p, operands)
+    values = m.arguments.values(operands)
+    kinds = get_type_hints(arguments.Arguments).values()
+    A = arguments.Arguments(*(getattr(simt, kind.__name__)(v) for kind, v in zip(kinds, values, strict=True)))
+    storages = [getattr(operands, f.name) for f in fields(operands)]
+    memory = simt.Global(
+        [
+            (t.untyped_storage().data_ptr(), t.untyped_storage().nbytes())
+            for t in storages
+            if isinstance(t, torch.Tensor)
+        ]
+    )
+    columns, requests, _ = m.grid(p, of.heads, of.requests)
+    for request in range(requests):
+        for column in range(0, columns, p.split):
+            cluster = _Cluster((column, request), p.split, p.threads, memory, seed + column + 7 * request)
+            assert run_cluster(cluster, m.kda_split_chunked, (A, p)) == p.smem_bytes
+
+
+CASES: dict[str, tuple[Problem, split.Spec, dict[str, Any]]] = {
+    "8 tokens, split 2": (problem(), spec(2, 256), {}),
+    "8 tokens, split 4": (problem(), spec(4, 128, gate_mode=1, spin=True), {}),
+    "2 tokens, split 8, chained": (problem(2), spec(8, 128, pdl=True), {"inputs": "generic"}),
+    "5 tokens, split 8, late": (problem(5), spec(8, 128, window=11, state_late=True), {}),
+    "7 tokens, split 4 x 256, bf16": (problem(7, "bf16"), spec(4, 256, terms=1), {"conv_bias": False}),
+    "3 tokens, split 1, bf16, window-major": (
+        problem(3, "bf16", conv_layout="window-major"),
+        spec(1, 256, gate_mode=1, conv_weight_dtype="bf16"),
+        {"inputs": "generic"},
+    ),
+    "4 tokens, split 2 x 128, any layout": (
+        problem(4, conv_layout="window-major"),
+        spec(2, 128, streamable=False, pdl=True),
+        {"conv_bias": False},
+    ),
+}
+
+
+def emulate(m: ModuleType, of: Problem, spec: split.Spec, draw: dict[str, Any], seed: int) -> str | None:
+    """A live item and a null one, and with generic inputs a live one without a record, against the reference."""
+    of = replace(of, requests=3 if draw.get("inputs") == "generic" else 2, heads=1)
+    operands = make_step(of, seed=seed, device="cpu", pad=16, null_requests=(1,), **draw)
+    if spec.conv_weight_dtype == "bf16":
+        bias = operands.conv_bias
+        operands = replace(
+            operands,
+            conv_weight=operands.conv_weight.bfloat16(),
+            conv_bias=None if bias is None else bias.bfloat16(),
+        )
+    assert operands.record_rows is not None
+    rows = operands.record_rows.clone()
+    rows[2:] = -1
+    operands = replace(operands, record_rows=rows)
+    expected = reference.step(of, operands)
+    compare.poison(operands)
+    run_step(m, of, spec, operands, seed)
+    return compare.check_step(of, operands, expected)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_emulation_agrees_with_the_reference(emulated: ModuleType, case: str) -> None:
+    of, spec, draw = CASES[case]
+    assert emulate(emulated, of, spec, draw, seed=len(case)) is None
+
+
+def test_emulation_notices_missing_barriers(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(emulated.arch, "sync_threads", lambda: None)
+    try:
+        found = emulate(emulated, problem(2), spec(4, 128), {}, seed=3)
+    except (AssertionError, KeyError, RuntimeError) as error:
+        found = str(error)
+    assert found is not None
+
+
+@pytest.mark.parametrize("decays", [-0.01, -7.5])
+def test_unnormalized_pairs_in_two_terms_give_norms_and_corrections(decays: float) -> None:
+    """Products of split terms at the weakest and strongest decays, norms applied afterwards."""
+    g = torch.Generator().manual_seed(1)
+    k = (torch.randn(16, 8, 128, generator=g) * 0.3).bfloat16().float()
+    gamma = (torch.rand(16, 8, 128, generator=g) * decays).cumsum(1).exp()
+
+    def terms(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        high = x.bfloat16().float()
+        return high.double(), (x - high).bfloat16().double()
+
+    (young_high, young_low), (aged_high, aged_low) = terms(k / gamma), terms(k * gamma)
+    pairs = aged_high @ young_high.mT + aged_low @ young_high.mT + aged_high @ young_low.mT
+    exact = (k.double() * gamma.double()) @ (k.double() / gamma.double()).mT
+    scale = k.double().norm(dim=-1)
+    error = ((pairs - exact) / (scale[:, :, None] * scale[:, None, :])).tril().abs().max()
+    assert error < 1e-5
+
+
+def check_resources(of: Problem, spec: split.Spec, gpu: Gpu) -> None:
+    binary, p = split_chunked.build(of, spec, gpu)
+    found = binary.resources
+    assert split_chunked.KERNELS[0] in binary.symbol
+    assert found.stack_bytes == 0
+    assert (found.threads, found.cluster) == (p.threads, p.split)
+    assert found.smem_bytes == p.smem_bytes
+    assert found.ctas_per_sm >= p.ctas_per_sm >= CTAS[spec.split, spec.threads]
+    assert len(binary.parameters) == len(arguments.Arguments._fields)
+
+
+@pytest.mark.parametrize("shape", split_chunked.SHAPES)
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "choices"),
+    [
+        (8, "fp32", {}),
+        (7, "bf16", {"gate_mode": 1, "terms": 1}),
+        (5, "fp32", {"gate_mode": 1, "pdl": True, "state_late": True}),
+        (4, "fp32", {"window": 16, "stream_hints": False}),
+        (3, "bf16", {"conv_weight_dtype": "bf16"}),
+    ],
+)
+def test_compiles_for_hopper(shape: tuple[int, int], tokens: int, dtype: str, choices: dict[str, Any]) -> None:
+    check_resources(problem(tokens, dtype), spec(*shape, **choices), H200)
+
+
+@pytest.mark.parametrize("layout", ["dim-first", "window-major"])
+@pytest.mark.parametrize("streamable", [True, False])
+def test_compiles_for_layouts(layout: str, streamable: bool) -> None:
+    check_resources(problem(8, conv_layout=layout), spec(4, 128, streamable=streamable), H200)
+
+
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+@pytest.mark.parametrize("shape", split_chunked.SHAPES)
+def test_compiles_for_blackwell(arch: str, shape: tuple[int, int]) -> None:
+    check_resources(problem(8), spec(*shape), GPUS[arch])
+
+
+def test_products_and_sends_are_what_they_should_be(tmp_path: Path) -> None:
+    import triton
+
+    path = tmp_path / "kernel.cubin"
+    path.write_bytes(split_chunked.build(problem(), spec(8, 128), H200)[0].image)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    sass = subprocess.run([tool, "-c", path], check=True, capture_output=True, text=True).stdout
+    # Gate 8; pairs and state: 2 steps of 2 tiles, 3 products each.
+    assert len(re.findall(r"\bHMMA\.16816\.F32\.BF16\b", sass)) == 8 + 12 + 12
+    assert len(re.findall(r"\bSTAS\.128\b", sass)) == 2 * 7
+    assert len(re.findall(r"\bLDG\.E\.NA\.128\b", sass)) == 2 * 2
+    # The slot first; the state before the first barrier.
+    loads = [m.start() for m in re.finditer(r"\bLDG(?:STS)?\b", sass)]
+    assert sass[loads[0] : loads[0] + 6] == "LDG.E "
+    assert loads[-1] < sass.index("BAR.SYNC")
+
+
+def test_sizes_share_a_binary_and_the_order_of_loads_does_not() -> None:
+    first, _ = split_chunked.build(problem(), spec(), H200)
+    second, _ = split_chunked.build(problem(requests=300, heads=96), spec(), H200)
+    chained, _ = split_chunked.build(problem(), spec(pdl=True), H200)
+    assert second == first  # the time it took to compile is part of it
+    assert chained.image != first.image
+
+
+def test_grid_and_operands() -> None:
+    of = problem(5)
+    p = split_chunked.plan(of, spec(4, 128))
+    assert split_chunked.grid(p, 6, 9) == (24, 9, 1)
+    operands = make_step(of, seed=0, device="cpu", pad=16)
+    split_chunked.check(p, operands)
+    with pytest.raises(ValueError, match=r"lower_bound=-13\.0 is too low for 5 tokens"):
+        split_chunked.check(p, replace(operands, lower_bound=-13.0))
+    with pytest.raises(ValueError, match="lower_bound is None"):
+        split_chunked.check(p, replace(operands, lower_bound=None))
+    with pytest.raises(ValueError, match=r"^state "):
+        split_chunked.check(p, replace(operands, state=operands.state.bfloat16()))
