@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -95,8 +96,10 @@ def require_kernels(graph: torch.cuda.CUDAGraph, expected: tuple[str, ...], laun
 
 
 class GraphClock:
-    """Times graph replays by CUDA events; the time of a baseline graph in the same round is taken off each sample.
+    """Times graph replays by CUDA events. With a baseline, each sample is what a replay takes between two of it.
 
+    The three follow each other on the GPU without a gap: what the host does between samples lets the clocks drift, by
+    more than a step takes where the baseline is long.
     announce     is told of each candidate before its replay: who is to blame if that never ends
     slowed_mhz   after a throttled sample below this SM clock the GPU rests before the next round
     """
@@ -116,25 +119,22 @@ class GraphClock:
         self._stream = stream
         self._announce = announce
         self._slowed_mhz = slowed_mhz
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
-        self._baseline_us = 0.0
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]  # type: ignore[no-untyped-call]
         self._slowed = False
         self.round_state: dict[str, Any] = {}
 
     def begin_round(self, index: int) -> None:
-        """Read the GPU's state and, where there is one, the baseline: the mean of two replays."""
+        """Rest if the last round was slowed, then read the GPU's state."""
         if self._slowed:
             time.sleep(_PAUSE_S)
         self._slowed = False
         self.round_state = self._telemetry.round_state()
-        if self._baseline is not None:
-            self._baseline_us = (self._replay_us(self._baseline) + self._replay_us(self._baseline)) / 2
 
     def read(self, candidate: Candidate) -> Reading:
         self._announce(candidate)
         timed = self._graphs[candidate]
         for _ in range(_TRIES):
-            time_us = (self._replay_us(timed) - self._baseline_us) / timed.launches
+            time_us = self._replay_us(timed) / timed.launches
             if time_us > 0:
                 state = self._telemetry.state()
                 self._slowed |= bool(state.throttled and (state.sm_clock_mhz or 0) < self._slowed_mhz)
@@ -142,12 +142,14 @@ class GraphClock:
         raise ExhaustedError(f"the baseline's noise exceeds the step: {time_us:.3f} us")
 
     def _replay_us(self, timed: Timed) -> float:
-        begin, end = self._events
+        around = [] if self._baseline is None else [self._baseline]
         with torch.cuda.stream(self._stream):
-            # Keeps the GPU busy while the host submits the graph, so that submission is not timed.
+            # Keeps the GPU busy while the host submits the first graph, so that submission is not timed.
             torch.cuda._sleep(_SUBMIT_CYCLES)  # type: ignore[no-untyped-call]
-            begin.record()
-            timed.graph.replay()
-            end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) * 1e3
+            self._events[0].record()
+            for event, each in zip(self._events[1:], [*around, timed, *around], strict=False):
+                each.graph.replay()
+                event.record()
+            event.synchronize()
+        between = [float(a.elapsed_time(b)) * 1e3 for a, b in pairwise(self._events[: 2 * len(around) + 2])]
+        return between[0] if not around else between[1] - (between[0] + between[2]) / 2

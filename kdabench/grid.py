@@ -124,8 +124,12 @@ def _forms(variant: str, kind: Kind, dtype: StateDtype) -> Iterator[Choices]:
                     yield {"form": "chunked", "split": split, "threads": threads, **choices}
         elif variant == "KdaWide":
             yield {**choices, "form": "chunked" if kind == "record" else "recurrence"}
+            if kind == "record" and dtype == "fp32" and gate_mode == 1:
+                yield {**choices, "form": "chunked", "ctas": 3}
         else:
             yield choices
+            if variant == "KdaStream" and gate_mode == 1 and terms == 2:
+                yield {**choices, "ahead": True}
 
 
 def verify_cases(variant: str) -> Iterator[Case]:
@@ -151,9 +155,8 @@ def verify_cases(variant: str) -> Iterator[Case]:
         # ... then layouts, state types, inputs, head counts and batches, one after the other.
         for (kind, q), split, layout, dtype in product(STEPS, SPLITS, CONV_LAYOUTS, STATE_DTYPES):
             problem = Problem(kind, 6, 6, q, state_dtype=dtype, conv_layout=layout)
-            yield _case(
-                variant, {"split": split}, problem, pad=64, null_requests=(2,), inputs="generic", conv_bias=False
-            )
+            choices = {"split": split, "spin": split > 1}
+            yield _case(variant, choices, problem, pad=64, null_requests=(2,), inputs="generic", conv_bias=False)
         for heads, (kind, q), split in product(HEADS, _TYPICAL, SPLITS):
             yield _case(variant, {"split": split}, Problem(kind, 37 if heads < 24 else 9, heads, q))
     yield from _form_cases(variant)

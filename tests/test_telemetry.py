@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -134,27 +135,62 @@ STEP = Candidate.of("KdaSplit", {"split": 1})
 
 
 class Graphs:
-    """A GraphClock without a GPU: what a replay takes is made up."""
+    """A GraphClock without a GPU: replays move a made-up time on, in us. A list of times is used up one by one."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, states: list[GpuState], **times: float) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, states: list[GpuState], **times: float | list[float]) -> None:
         self.told: list[str] = []
-        monkeypatch.setattr(graphs.torch.cuda, "Event", lambda enable_timing: None)
+        self.now = 0.0
+        made = self
+
+        class Event:
+            at = 0.0
+
+            def __init__(self, enable_timing: bool) -> None: ...
+            def synchronize(self) -> None: ...
+            def record(self) -> None:
+                self.at = made.now
+
+            def elapsed_time(self, end: Event) -> float:
+                return (end.at - self.at) / 1e3
+
+        def graph(name: str) -> SimpleNamespace:
+            def replay() -> None:
+                taken = times[name]
+                made.now += taken.pop(0) if isinstance(taken, list) else taken
+
+            return SimpleNamespace(replay=replay)
+
+        monkeypatch.setattr(graphs.torch.cuda, "Event", Event)
+        monkeypatch.setattr(graphs.torch.cuda, "stream", lambda stream: nullcontext())
+        monkeypatch.setattr(graphs.torch.cuda, "_sleep", lambda cycles: None)
         monkeypatch.setattr(graphs.time, "sleep", lambda seconds: self.told.append(f"rest {seconds} s"))
-        step, neighbours = (graphs.Timed(name, 10) for name in ("step", "neighbours"))  # type: ignore[arg-type]
+        step, neighbours = (graphs.Timed(graph(name), 10) for name in ("step", "neighbours"))  # type: ignore[arg-type]
         source = SimpleNamespace(state=lambda: states.pop(0), round_state=lambda: {"power_w": 1})
         self.clock = graphs.GraphClock(
-            {STEP: step}, neighbours, source, None, lambda c: self.told.append(c.variant), slowed_mhz=1782,  # type: ignore[arg-type]
+            {STEP: step}, neighbours if "neighbours" in times else None, source, None,  # type: ignore[arg-type]
+            lambda c: self.told.append(c.variant), slowed_mhz=1782,
         )  # fmt: skip
-        monkeypatch.setattr(self.clock, "_replay_us", lambda timed: times[timed.graph])
 
 
 def test_the_neighbours_are_taken_off_and_the_candidate_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Graphs(monkeypatch, [GpuState(1980, False)], step=300.0, neighbours=250.0)
     made.clock.begin_round(0)
     reading = made.clock.read(STEP)
-    assert (reading.time_us, reading.sm_clock_mhz, reading.throttled) == (5.0, 1980, False)
+    assert reading.time_us == pytest.approx(5.0)
+    assert (reading.sm_clock_mhz, reading.throttled) == (1980, False)
     assert made.told == ["KdaSplit"]
     assert made.clock.round_state == {"power_w": 1}
+
+
+def test_a_drift_of_the_clocks_hits_neighbours_and_step_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Graphs(monkeypatch, [GpuState(1980, False)], step=[310.0], neighbours=[250.0, 270.0])
+    made.clock.begin_round(0)
+    assert made.clock.read(STEP).time_us == pytest.approx(5.0)
+
+
+def test_without_neighbours_a_replay_is_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Graphs(monkeypatch, [GpuState(1980, False)], step=300.0)
+    assert made.clock.read(STEP).time_us == pytest.approx(30.0)
 
 
 def test_after_a_throttled_round_the_gpu_rests(monkeypatch: pytest.MonkeyPatch) -> None:
