@@ -1,229 +1,170 @@
-"""Runs steps whose CTAs form clusters on the CPU: `simt`, with the CTAs of a cluster side by side.
+"""`simt` for kernels with mbarriers, and for those whose CTAs form clusters and send to each other by st.async.
 
-What a CTA sends to another arrives when the other waits for it, never before.
+What a CTA sends arrives as late as it may: when the receiver waits, and all that the mbarrier expects has been sent.
+With `Barrier.early` it arrives at once, over whatever is still to be read there.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import fields
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import simt
-import torch
 
 _RANK_BITS = 24
 """A cluster address is a rank over an address in shared memory."""
 
 
-class _Barrier:
-    """An mbarrier in its first phase, and the bytes on their way to it: (CTA, shared address, content)."""
+class Barrier:
+    """An mbarrier, and what is on its way to it: (shared memory, address, content).
+
+    count      arrivals of each phase
+    pending    of them, those that this phase still lacks
+    nbytes     that this phase expects, less those that have been sent
+    reached    whether any have been sent in this phase
+    phase      phases that are over
+    """
+
+    early = False
 
     def __init__(self, count: int) -> None:
-        self.pending, self.bytes = count, 0
-        self.sent: list[tuple[Any, int, bytes]] = []
+        self.count = self.pending = count
+        self.nbytes = self.phase = 0
+        self.reached = False
+        self.sent: list[tuple[simt.Memory, int, bytes]] = []
 
-    def complete(self) -> bool:
-        for cta, address, content in self.sent:
-            cta.shared.write(address, content)
-            self.bytes -= len(content)
-        self.sent.clear()
-        if self.pending < 0 or (self.pending == 0 and self.bytes < 0):
-            raise RuntimeError("more came to an mbarrier than was expected")
-        return self.pending == 0 and self.bytes == 0
+    def arrive(self, expected: int = 0) -> None:
+        self.nbytes += expected
+        self.pending -= 1
+        if self.pending < 0:
+            raise RuntimeError("more arrivals at an mbarrier than its count")
+        if not self.sent:
+            self._settle()
 
+    def send(self, memory: simt.Memory, address: int, content: bytes) -> None:
+        self.nbytes -= len(content)
+        self.reached = True
+        if self.early:
+            memory.write(address, content)
+            self._settle()
+        else:
+            self.sent.append((memory, address, content))
 
-class _Cta(simt._Cta):
-    """One of a cluster; its warps are numbered over the cluster, and take turns with all others."""
+    def is_over(self, parity: int) -> bool:
+        """Of the phase of a parity. Asked when somebody waits for it: what completes it arrives."""
+        if self.phase % 2 == parity:
+            self._settle()
+        return self.phase % 2 != parity
 
-    def __init__(self, cluster: _Cluster, rank: int, block: tuple[int, int, int], memory: simt.Global) -> None:
-        super().__init__(block, cluster.threads, memory, 0)
-        self.cluster, self.rank = cluster, rank
-        per_cta = cluster.threads // simt.WARP
-        self.warps = [simt._Warp(rank * per_cta + i) for i in range(per_cta)]
-        turns: Any = cluster.turns
-        self.turns: Any = SimpleNamespace(
-            start=turns.start,
-            leave=turns.leave,
-            fail=turns.fail,
-            arrive=lambda warp, barrier, threads, wait: turns.arrive(warp, (rank, barrier), threads, wait),
-        )
-        self.barriers: dict[int, _Barrier] = {}
+    def _settle(self) -> None:
+        if self.pending:
+            return
+        if self.nbytes < 0:
+            raise RuntimeError(f"{-self.nbytes} bytes more came to an mbarrier than it expects")
+        if self.nbytes == 0:
+            for memory, address, content in self.sent:
+                memory.write(address, content)
+            self.sent.clear()
+            self.reached = False
+            self.pending = self.count
+            self.phase += 1
 
-
-class _Cluster:
-    def __init__(self, size: int, block: tuple[int, int, int], threads: int, memory: simt.Global, seed: int) -> None:
-        self.threads = threads
-        self.turns = simt._Turns(size * threads // simt.WARP, seed)
-        self.ctas = [_Cta(self, rank, (block[0] + rank, *block[1:]), memory) for rank in range(size)]
-        self.arrived = 0
-
-    def until(self, condition: Callable[[], bool]) -> None:
-        """Let other warps run until a condition holds; called by all lanes of a warp."""
-        me, turns = simt._me(), self.turns
-        me.warp.barrier.wait()
-        if me.lane == 0:
-            with turns.condition:
-                for _ in range(100_000):
-                    if condition():
-                        break
-                    others = sorted(turns.runnable - {me.warp.index})
-                    if not others:
-                        turns.failure = RuntimeError("deadlock: a warp waits for what nobody sends")
-                        turns.condition.notify_all()
-                    else:
-                        turns.current = turns.random.choice(others)
-                        turns.condition.notify_all()
-                    try:
-                        turns._until(me.warp.index)
-                    except SystemExit:
-                        me.warp.barrier.abort()
-                        raise
-                else:
-                    raise RuntimeError("a warp waited too long")
-        me.warp.barrier.wait()
+    def check_empty(self) -> None:
+        """At the end of the CTA."""
+        assert not self.reached, "a CTA left before all had come that an mbarrier expects"
 
 
-def _of_barrier(cta: Any, address: Any) -> _Barrier:
-    found: _Barrier = cta.barriers[int(address)]
+def _barrier(cta: simt.Cta, address: int) -> Barrier:
+    if address not in cta.barriers:
+        raise RuntimeError(f"no mbarrier is ready at {address}")
+    found: Barrier = cta.barriers[address]
     return found
 
 
+def _mine(barrier: simt.Pointer) -> Barrier:
+    return _barrier(simt.current().cta, barrier.address)
+
+
 def _init(barrier: simt.Pointer, count: int) -> None:
-    simt._me().cta.barriers[barrier.address] = _Barrier(count)  # type: ignore[attr-defined]
+    simt.current().cta.barriers[barrier.address] = Barrier(int(count))
 
 
-def _expect(barrier: simt.Pointer, nbytes: Any) -> None:
-    found = _of_barrier(simt._me().cta, barrier.address)
-    found.pending -= 1
-    found.bytes += int(nbytes)
-
-
-def _wait(barrier: simt.Pointer, phase: int) -> bool:
-    assert phase == 0
-    cta: Any = simt._me().cta
-    cta.cluster.until(lambda: _of_barrier(cta, barrier.address).complete())
+def _wait(barrier: simt.Pointer, parity: Any) -> bool:
+    found, phase = _mine(barrier), int(parity)
+    _until(f"mbarrier {barrier.address}", lambda: found.is_over(phase))
     return True
 
 
+def _until(place: str, condition: Callable[[], bool]) -> None:
+    """A whole warp lets others run until a condition holds."""
+    me = simt.current()
+    me.warp.meet(place, None, lambda _: me.cta.turns.until(me.warp.index, condition))
+
+
 def _cluster_arrive() -> None:
-    me = simt._me()
-    me.warp.barrier.wait()
-    if me.lane == 0:
-        me.cta.cluster.arrived += 1  # type: ignore[attr-defined]
-    me.warp.barrier.wait()
+    me = simt.current()
+
+    def arrive(_: list[Any]) -> None:
+        me.warp.cluster_arrivals += 1
+        me.cta.cluster.arrivals += 1
+
+    me.warp.meet("cluster_arrive", None, arrive)
 
 
 def _cluster_wait() -> None:
-    cluster: Any = simt._me().cta.cluster  # type: ignore[attr-defined]
-    cluster.until(lambda: cluster.arrived == sum(len(cta.warps) for cta in cluster.ctas))
+    me = simt.current()
+    cluster, awaited = me.cta.cluster, me.warp.cluster_arrivals * len(me.cta.cluster.warps)
+    assert awaited, "waits for the cluster without an arrival"
+    _until("cluster_wait", lambda: cluster.arrivals >= awaited)
 
 
-def _ptx(code: str, *, read_only_args: Sequence[Any] = (), **more: Any) -> Any:
-    op = code.split()[0]
-    if op == "mapa.shared::cluster.u32":
-        shared, rank = map(int, read_only_args)
-        return simt.Int32(rank << _RANK_BITS | shared)
-    if op.startswith("st.async"):
-        address, barrier, *values = read_only_args
-        rank, at = divmod(int(address), 1 << _RANK_BITS)
-        target = simt._me().cta.cluster.ctas[rank]  # type: ignore[attr-defined]
-        assert int(barrier) >> _RANK_BITS == rank
-        content = b"".join(simt._bits(v).to_bytes(4, "little") for v in values)
-        _of_barrier(target, int(barrier) & ((1 << _RANK_BITS) - 1)).sent.append((target, at, content))
-        return None
-    return simt._inline_ptx(code, read_only_args=read_only_args, **more)
+def _declare_cluster(size: int) -> None:
+    assert size == len(simt.current().cta.cluster.ctas)
 
 
-def _special(register: str) -> simt.Int32:
-    me = simt._me()
-    places = {"%ctaid.x": me.cta.block[0], "%ctaid.y": me.cta.block[1], "%tid.x": me.tid}
-    return simt.Int32(places[register])
+def _peer(shared: Any, rank: Any) -> simt.Int32:
+    """The cluster address of a shared address; that of rank 0 is none of a CTA's own."""
+    assert 0 <= int(rank) < len(simt.current().cta.cluster.ctas)
+    return simt.Int32((int(rank) + 1 << _RANK_BITS) + int(shared))
+
+
+def _send(address: Any, barrier: Any, *words: Any) -> None:
+    """st.async."""
+    cluster = simt.current().cta.cluster
+    (rank, place), (same, place_of_barrier) = (divmod(int(a), 1 << _RANK_BITS) for a in (address, barrier))
+    assert rank == same > 0, "an address and its mbarrier must be of one CTA of the cluster"
+    if cluster.arrivals < len(cluster.warps):
+        raise RuntimeError("sends to a CTA that may not have started")
+    target = cluster.ctas[rank - 1]
+    if target.has_left:
+        raise RuntimeError("sends to a CTA that has left")
+    content = b"".join(simt.bits(word).to_bytes(4, "little") for word in words)
+    _barrier(target, place_of_barrier).send(target.shared, place, content)
+
+
+def _inline_ptx(code: str, *, read_only_args: Sequence[Any] = (), **named: Any) -> Any:
+    if code.startswith("mapa.shared::cluster.u32"):
+        return _peer(*read_only_args)
+    if code.startswith("st.async"):
+        return _send(*read_only_args)
+    return simt.inline_ptx(code, read_only_args=read_only_args, **named)
 
 
 def load(*names: str) -> dict[str, ModuleType]:
-    """`simt.load` of kernels with clusters."""
+    """`simt.load`, with what this adds to `cute.arch`."""
     loaded = simt.load(*names)
     blocks: Any = loaded["blocks"]
-    blocks.declare_cluster = lambda size: None
-    blocks.special = _special
+    blocks.declare_cluster = _declare_cluster
     blocks.arch.__dict__.update(
-        inline_ptx=_ptx,
+        inline_ptx=_inline_ptx,
         mbarrier_init=_init,
         mbarrier_init_fence=lambda: None,
-        mbarrier_arrive_and_expect_tx=_expect,
+        mbarrier_arrive=lambda barrier: _mine(barrier).arrive(),
+        mbarrier_arrive_and_expect_tx=lambda barrier, nbytes: _mine(barrier).arrive(int(nbytes)),
         mbarrier_wait=_wait,
         mbarrier_test_wait=_wait,
         cluster_arrive_relaxed=_cluster_arrive,
         cluster_wait=_cluster_wait,
     )
     return loaded
-
-
-def run_step(module: ModuleType, problem: Any, spec: Any, operands: Any, seed: int) -> int:
-    """Launch a step of KdaSplit, from `load`, on operands in the CPU's memory; returns a CTA's shared memory."""
-    plan = module.plan(problem, spec)
-    module.arguments.check("emulated", plan, operands)
-    kinds = [getattr(simt, hint.__forward_arg__) for hint in module.arguments.Arguments.__annotations__.values()]
-    values = module.arguments.values(operands)
-    arguments = module.arguments.Arguments(*(kind(v) for kind, v in zip(kinds, values, strict=True)))
-    tensors = [getattr(operands, f.name) for f in fields(operands)]
-    spans = [
-        (t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in tensors if isinstance(t, torch.Tensor)
-    ]
-    memory = simt.Global(spans)
-    used = 0
-    for request in range(operands.slots.shape[0]):
-        for head in range(operands.A_log.shape[0]):
-            block = (head * plan.split, request, 0)
-            cluster = _Cluster(plan.split, block, plan.threads, memory, seed + 31 * request + head)
-            used = max(used, _run(cluster, module.kda_split, (arguments, plan)))
-    return used
-
-
-def _run(cluster: _Cluster, kernel: Callable[..., None], arguments: Sequence[Any]) -> int:
-    tops: defaultdict[int, int] = defaultdict(int)
-
-    def body(cta: _Cta, tid: int) -> None:
-        me = simt._local.thread = simt._Thread(cta, tid)
-        try:
-            if me.lane == 0:
-                cta.turns.start(me.warp.index)
-            me.warp.barrier.wait()
-            kernel(*arguments)
-            assert not me.copies, "copies that no group holds"
-            assert not any(me.groups), "copies that nobody waited for"
-            me.warp.barrier.wait()
-            if me.lane == 0:
-                cta.turns.leave(me.warp.index)
-            tops[cta.rank] = max(tops[cta.rank], me.top - 1024)
-        except (SystemExit, threading.BrokenBarrierError):
-            pass
-        except BaseException as error:
-            cta.turns.fail(error)
-            for other in cluster.ctas:
-                for warp in other.warps:
-                    warp.barrier.abort()
-
-    stack = threading.stack_size(256 * 1024)
-    workers = [
-        threading.Thread(target=body, args=(cta, tid), daemon=True)
-        for cta in cluster.ctas
-        for tid in range(cluster.threads)
-    ]
-    threading.stack_size(stack)
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    if cluster.turns.failure is not None:
-        raise cluster.turns.failure
-    if any(cluster.turns.arrived.values()):
-        raise RuntimeError(f"threads left at barriers: {cluster.turns.arrived}")
-    for cta in cluster.ctas:
-        assert all(cta.waited_for_previous), "some threads never waited for the previous launch"
-        assert not any(barrier.sent for barrier in cta.barriers.values()), "a CTA left before all had arrived"
-    return max(tops.values())

@@ -1,25 +1,21 @@
-"""KdaFused without a GPU: its rules and index maps, its source run thread by thread, cluster by cluster, what the
-compiler made of it."""
+"""KdaFused without a GPU: its rules and index maps, its source run thread by thread, what the compiler made of it."""
 
 from __future__ import annotations
 
 import re
-import struct
 import subprocess
-import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import simt
+import simt_cluster
 import torch
 
-from kda_kernels import arguments, compare, cubin, fused, reference
+from kda_kernels import arguments, cubin, fused
 from kda_kernels.gpu import Gpu
 from kda_kernels.operands import StepOperands, make_step
 from kdabench.problem import HEAD_DIM, Problem
@@ -147,168 +143,27 @@ def test_channels_that_are_sent_are_those_that_others_lack(shape: tuple[int, int
         )
 
 
-# The source, run thread by thread. `simt` has one CTA at a time: here the CTAs of a cluster run at once, with mbarriers
-# and stores to each other.
-
-
-class Cluster:
-    def __init__(self, ctas: list[simt._Cta]) -> None:
-        self.ctas, self.lock, self.arrived = ctas, threading.Lock(), 0
-        self.barriers: dict[tuple[int, int], list[int]] = {}  # count, left, bytes, phase
-        self.deadline = time.monotonic() + 300
-
-    def change(self, key: tuple[int, int], arrivals: int, nbytes: int) -> None:
-        with self.lock:
-            barrier = self.barriers[key]
-            barrier[1] -= arrivals
-            barrier[2] += nbytes
-            assert barrier[1] >= 0, f"mbarrier {key}: too many arrivals"
-            if barrier[1] == 0 and barrier[2] == 0:
-                barrier[1] = barrier[0]
-                barrier[3] += 1
-
-    def wait(self, ready: Callable[[], bool]) -> None:
-        """All lanes of a warp; other warps have their turns meanwhile."""
-        me = simt._me()
-        me.warp.barrier.wait()
-        if me.lane == 0:
-            try:
-                while not ready():
-                    if time.monotonic() > self.deadline or any(c.turns.failure for c in self.ctas):
-                        me.cta.turns.fail(RuntimeError("waited for ever"))
-                    with me.cta.turns.condition:
-                        me.cta.turns._next()
-                        me.cta.turns._until(me.warp.index)
-                    time.sleep(0.001)
-            except SystemExit:
-                me.warp.barrier.abort()
-                raise
-        me.warp.barrier.wait()
-
-
-_clusters: dict[int, tuple[Cluster, int]] = {}  # cluster and rank of a CTA
-
-
-def _mine() -> tuple[Cluster, int]:
-    return _clusters[id(simt._me().cta)]
-
-
-def _key(barrier: Any) -> tuple[int, int]:
-    return _mine()[1], barrier.address
-
-
-def _init(barrier: Any, count: int) -> None:
-    _mine()[0].barriers[_key(barrier)] = [count, count, 0, 0]
-
-
-def _wait(barrier: Any, parity: int) -> None:
-    cluster, key = _mine()[0], _key(barrier)
-    cluster.wait(lambda: cluster.barriers[key][3] & 1 != parity)
-
-
-def _cluster_arrive() -> None:
-    cluster = _mine()[0]
-    with cluster.lock:
-        cluster.arrived += 1
-
-
-def _cluster_wait() -> None:
-    cluster = _mine()[0]
-    cluster.wait(lambda: cluster.arrived == sum(c.threads for c in cluster.ctas))
-
-
-def _inline_ptx(code: str, *, read_only_args: Any = (), **named: Any) -> Any:
-    args = read_only_args
-    if code.startswith("mapa"):
-        return simt.Int32((int(args[1]) + 1 << 24) | int(args[0]))
-    if not code.startswith("st.async"):
-        return simt._inline_ptx(code, read_only_args=args, **named)
-    cluster = _mine()[0]
-    (rank, place), (same, barrier) = (divmod(int(a), 1 << 24) for a in args[:2])
-    assert rank == same
-    content = b"".join(struct.pack("I", simt._bits(x)) for x in args[2:])
-    cluster.ctas[rank - 1].shared.write(place, content)
-    cluster.change((rank - 1, barrier), 0, -len(content))
-    return None
-
-
-def _special(register: str) -> Any:
-    me = simt._me()
-    return simt.Int32({"%tid.x": me.tid, "%ctaid.x": me.cta.block[0], "%ctaid.y": me.cta.block[1]}[register])
+# The source, thread by thread.
 
 
 @pytest.fixture(scope="module")
-def emulated() -> Iterator[ModuleType]:
-    module = simt.load("arguments", "blocks", "split", "chunked", "fused")["fused"]
-    module.arch.__dict__.update(
-        inline_ptx=_inline_ptx,
-        mbarrier_init=_init,
-        mbarrier_init_fence=lambda: None,
-        mbarrier_arrive=lambda b: _mine()[0].change(_key(b), 1, 0),
-        mbarrier_arrive_and_expect_tx=lambda b, n: _mine()[0].change(_key(b), 1, n),
-        mbarrier_wait=_wait,
-        cluster_arrive_relaxed=_cluster_arrive,
-        cluster_wait=_cluster_wait,
-    )
-    module.blocks.poll = _wait
-    module.blocks.special = lambda name: simt.Int32(
-        {"t": simt._me().tid, "c": simt._me().cta.block["xyz".index(name[-1])]}[name[1]]
-    )
-    module.blocks.declare_cluster = lambda ctas: None
-    yield module
-    _clusters.clear()
+def emulated() -> ModuleType:
+    return simt_cluster.load("arguments", "blocks", "split", "chunked", "fused")["fused"]
 
 
-def run_step(m: ModuleType, of: Problem, spec: Any, operands: StepOperands, seed: int) -> None:
-    p = m.plan(of, spec)
-    hints = arguments.Arguments.__annotations__.values()
-    values = zip(hints, arguments.values(operands), strict=True)
-    A = arguments.Arguments(*(getattr(simt, hint.__forward_arg__)(value) for hint, value in values))
-    tensors = [t for f in fields(operands) if isinstance(t := getattr(operands, f.name), torch.Tensor)]
-    memory = simt.Global([(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in tensors])
-    for request in range(of.requests):
-        for head in range(of.heads):
-            ctas = [
-                simt._Cta((p.split * head + rank, request, 0), p.threads, memory, seed + rank)
-                for rank in range(p.split)
-            ]
-            cluster = Cluster(ctas)
-            errors: list[BaseException] = []
-            used: list[int] = []
-            _clusters.update({id(cta): (cluster, rank) for rank, cta in enumerate(ctas)})
-
-            def run(cta: simt._Cta, errors: list[BaseException] = errors, used: list[int] = used) -> None:
-                try:
-                    used.append(simt._run_cta(cta, m.kda_fused, (A, p)))
-                except BaseException as error:
-                    errors.append(error)
-
-            runners = [threading.Thread(target=run, args=(cta,)) for cta in ctas]
-            for runner in runners:
-                runner.start()
-            for runner in runners:
-                runner.join()
-            if errors:
-                raise errors[0]
-            assert set(used) == {p.smem_bytes}
-            # No CTA has left before all that is sent to it had come.
-            assert all(b[2] == 0 for b in cluster.barriers.values()) or operands.slots[request, 0] <= 0
-
-
-def draw(m: ModuleType, of: Problem, spec: Any, seed: int, **choices: Any) -> tuple[Problem, StepOperands]:
-    """All counts of pending tokens named by `pending`, then a live request without a record, and a null one."""
-    counts = choices.pop("pending")
-    of = replace(of, requests=len(counts) + 2, heads=1)
+def draw(of: Problem, spec: Any, seed: int, **choices: Any) -> tuple[Problem, StepOperands]:
+    """All counts of pending tokens named by `pending`, a live request without a record if asked for, and a null one."""
+    counts, unrecorded = choices.pop("pending"), choices.pop("unrecorded", False)
+    of = replace(of, requests=len(counts) + unrecorded + 1, heads=1)
     operands = make_step(of, seed=seed, device="cpu", pad=16, null_requests=(of.requests - 1,), **choices)
     if spec.conv_weight_dtype == "bf16":
-        bias = None if operands.conv_bias is None else operands.conv_bias.bfloat16()
-        operands = replace(operands, conv_weight=operands.conv_weight.bfloat16(), conv_bias=bias)
+        operands = simt.with_bf16_weights(operands)
     assert operands.record_rows is not None
     assert operands.pending is not None
     rows, pending = operands.record_rows.clone(), operands.pending.clone()
     for b, n in enumerate(counts):
         pending[int(rows[b])] = n
-    rows[len(counts)] = -3
+    rows[len(counts) :] = -3
     operands = replace(operands, record_rows=rows, pending=pending)
     # Whatever stands in the entries of rejected tokens has no part in it.
     assert operands.corrections is not None
@@ -320,25 +175,22 @@ def draw(m: ModuleType, of: Problem, spec: Any, seed: int, **choices: Any) -> tu
 
 
 def emulate(m: ModuleType, of: Problem, spec: Any, seed: int, **choices: Any) -> str | None:
-    of, operands = draw(m, of, spec, seed, **choices)
-    expected = reference.step(of, operands)
-    compare.poison(operands)
-    run_step(m, of, spec, operands, seed)
-    return compare.check_step(of, operands, expected)
+    of, operands = draw(of, spec, seed, **choices)
+    return simt.compare_step(m, of, spec, operands, seed)
 
 
 CASES: dict[str, tuple[Problem, fused.Spec, dict[str, Any]]] = {
-    "8": (problem(), fused.Spec(), {"pending": (5,)}),
+    "8": (problem(), fused.Spec(), {"pending": (5,), "unrecorded": True}),
     "2, late, all counts": (problem(2), fused.Spec(fold="late", gate_mode=1), {"pending": (0, 1, 2, 7, -2)}),
     "4, after the projection": (problem(4), fused.Spec(state_first=False), {"pending": (4,), "inputs": "generic"}),
     "4, lines": (problem(4), LINES, {"pending": (3, 0)}),
-    "5, lines": (problem(5), LINES, {"pending": (5,)}),
+    "5, lines": (problem(5), LINES, {"pending": (5,), "unrecorded": True}),
     "5, any layout": (
         problem(5, conv_layout="window-major"),
         fused.Spec(streamable=False, conv_weight_dtype="bf16"),
         {"pending": (3,), "conv_bias": False},
     ),
-    "3 on 4 CTAs": (problem(3), fused.Spec(4, 128), {"pending": (2,)}),
+    "3 on 4 CTAs": (problem(3), fused.Spec(4, 128), {"pending": (2,), "unrecorded": True}),
     "6 on 2 CTAs, pending tokens only": (problem(6), fused.Spec(2, 128, records="pending"), {"pending": (4,)}),
     "7 on 2 CTAs, late": (problem(7), fused.Spec(2, fold="late"), {"pending": (7,)}),
     "8 on 8 CTAs, window-major": (problem(conv_layout="window-major"), fused.Spec(8, 128), {"pending": (8,)}),
@@ -356,7 +208,7 @@ def test_emulation_notices_a_missing_barrier(emulated: ModuleType, monkeypatch: 
     real, passed = emulated.arch.sync_threads, Counter[int]()
 
     def all_but_one() -> None:
-        thread = id(simt._me())
+        thread = id(simt.current())
         passed[thread] += 1
         if passed[thread] != 2:
             real()
@@ -370,16 +222,23 @@ def test_no_record_is_overwritten_before_all_have_read_it(
     emulated: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One CTA's copies come late, when the others would long have written theirs."""
-    real = simt._Thread.wait_groups
+    real = simt.Thread.wait_groups
 
-    def late(self: simt._Thread, pending: int) -> None:
-        if _clusters[id(self.cta)][1] == 1:
-            time.sleep(2)
+    def late(self: simt.Thread, pending: int) -> None:
+        if self.cta.rank == 1:
+            self.warp.meet("wait_group", None, lambda _: self.cta.turns.after_others(self.warp.index))
         real(self, pending)
 
-    monkeypatch.setattr(simt._Thread, "wait_groups", late)
+    monkeypatch.setattr(simt.Thread, "wait_groups", late)
     of, spec, choices = CASES["3 on 4 CTAs"]
     assert emulate(emulated, of, spec, seed=1, **choices) is None
+
+
+def test_nothing_is_overwritten_by_what_comes_early(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What CTAs send to each other comes at once."""
+    monkeypatch.setattr(simt_cluster.Barrier, "early", True)
+    of, spec, choices = CASES["3 on 4 CTAs"]
+    assert emulate(emulated, of, spec, seed=2, **choices) is None
 
 
 def assert_resources(compiled: fused.Compiled) -> None:

@@ -14,7 +14,7 @@ import simt
 import simt_cluster
 import torch
 
-from kda_kernels import arguments, compare, reference, split
+from kda_kernels import arguments, split
 from kda_kernels.gpu import Gpu
 from kda_kernels.operands import StepOperands, make_step
 from kdabench.problem import HEAD_DIM, Problem
@@ -259,13 +259,31 @@ def emulated() -> Any:
     ],
 )
 def test_steps_on_the_cpu(emulated: Any, of: Problem, shape: tuple[int, int, int], choices: dict[str, Any]) -> None:
-    chosen = emulated.Spec(split=shape[0], threads=shape[1], lanes_per_row=shape[2], **choices)
-    operands = make_step(of, seed=of.tokens, device="cpu", pad=16, null_requests=(1,) if of.requests > 1 else ())
-    expected = reference.step(of, operands)
-    compare.poison(operands)
-    used = simt_cluster.run_step(emulated, of, chosen, operands, seed=1)
-    assert compare.check_step(of, operands, expected) is None
-    assert used == emulated.plan(of, chosen).smem_bytes
+    null = (1,) if of.requests > 1 else ()
+    operands = make_step(of, seed=of.tokens, device="cpu", pad=16, null_requests=null)
+    assert simt.compare_step(emulated, of, spec(shape, **choices), operands, seed=1) is None
+
+
+def emulate_exchange(emulated: Any) -> str | None:
+    """A decode by four CTAs."""
+    of = Problem("decode", 1, 1, 1)
+    return simt.compare_step(emulated, of, spec(SHAPES[4]), make_step(of, seed=1, device="cpu", pad=16), seed=2)
+
+
+def test_nothing_is_overwritten_by_what_comes_early(emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What CTAs send to each other comes at once."""
+    monkeypatch.setattr(simt_cluster.Barrier, "early", True)
+    assert emulate_exchange(emulated) is None
+
+
+@pytest.mark.parametrize(("more", "found"), [(-4, "4 bytes more came"), (4, "deadlock")])
+def test_emulation_notices_wrong_counts_of_bytes(
+    emulated: Any, monkeypatch: pytest.MonkeyPatch, more: int, found: str
+) -> None:
+    expect = emulated.arch.mbarrier_arrive_and_expect_tx
+    monkeypatch.setattr(emulated.arch, "mbarrier_arrive_and_expect_tx", lambda b, nbytes: expect(b, nbytes + more))
+    with pytest.raises(RuntimeError, match=found):
+        emulate_exchange(emulated)
 
 
 def test_copies_fill_lines_in_order(emulated: Any) -> None:

@@ -5,21 +5,20 @@ from __future__ import annotations
 
 import re
 import subprocess
-import threading
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 import simt
+import simt_cluster
 import torch
 
-from kda_kernels import arguments, compare, reference, split, split_chunked
+from kda_kernels import arguments, split, split_chunked
 from kda_kernels.gpu import Gpu
-from kda_kernels.operands import StepOperands, make_step
+from kda_kernels.operands import make_step
 from kdabench.problem import Problem
 
 GPUS = {"sm_90a": Gpu("sm_90a", 132), "sm_100a": Gpu("sm_100a", 148), "sm_103a": Gpu("sm_103a", 148)}
@@ -103,213 +102,14 @@ def test_threads_cover_their_parts_once(shape: tuple[int, int], tokens: int, dty
         assert len(senders) == 1
 
 
-# Clusters for `simt`: the CTAs of one run together. What st.async brings arrives with the last bytes that its mbarrier
-# expects, no earlier.
-
-
-class _Barrier:
-    def __init__(self, count: int) -> None:
-        self.arrivals, self.bytes, self.done = count, 0, False
-        self.stores: list[tuple[simt.Memory, int, bytes]] = []
-
-    def settle(self) -> None:
-        assert not self.done, "used after its phase"
-        if self.arrivals == 0 and self.bytes == 0:
-            self.done = True
-            for memory, address, content in self.stores:
-                memory.write(address, content)
-
-
-class _ClusterTurns:
-    """The turns of a cluster's warps, as one CTA sees them."""
-
-    def __init__(self, turns: Any, rank: int) -> None:
-        self.all, self.rank = turns, rank
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.all, name)
-
-    def arrive(self, warp: int, barrier: int, threads: int, wait: bool) -> None:
-        self.all.arrive(warp, (self.rank, barrier), threads, wait)
-
-
-class _Cluster:
-    def __init__(self, first: tuple[int, int], split: int, threads: int, memory: Any, seed: int) -> None:
-        warps = threads // simt.WARP
-        turns = simt._Turns(split * warps, seed)
-        self.arrived = 0
-        self.threads = split * threads
-        self.ctas = []
-        for rank in range(split):
-            cta = simt._Cta((first[0] + rank, first[1], 0), threads, memory, seed)
-            cta.turns = _ClusterTurns(turns, rank)
-            for warp in cta.warps:
-                warp.index += rank * warps
-            cta.cluster, cta.barriers = self, {}
-            self.ctas.append(cta)
-
-
-_STRIDE = 1 << 20  # between the cluster addresses of neighbouring ranks
-
-
-def _wait_until(condition: Callable[[], bool]) -> None:
-    me = simt._me()
-    me.warp.barrier.wait()
-    if me.lane == 0:
-        turns = me.cta.turns.all
-        try:
-            with turns.condition:
-                for _ in range(20_000):
-                    if condition():
-                        break
-                    turns._next()
-                    turns._until(me.warp.index)
-                else:
-                    raise RuntimeError("waits forever")
-        except BaseException:
-            me.warp.barrier.abort()
-            raise
-    me.warp.barrier.wait()
-
-
-def _cluster_arch(arch: Any) -> dict[str, Any]:
-    """What a kernel with clusters needs of `cute.arch` beside what `simt` has."""
-    plain = arch.inline_ptx
-
-    def inline_ptx(code: str, **named: Any) -> Any:
-        args = named.get("read_only_args", ())
-        if code.startswith("mapa"):
-            assert 0 <= int(args[1]) < len(simt._me().cta.cluster.ctas)
-            return simt.Int32(int(args[0]) + (int(args[1]) + 1) * _STRIDE)
-        if code.startswith("st.async"):
-            cluster = simt._me().cta.cluster
-            assert cluster.arrived == cluster.threads, "a peer may not have started"
-            (rank, address), (other, barrier) = (divmod(int(a), _STRIDE) for a in args[:2])
-            assert rank == other > 0
-            target = cluster.ctas[rank - 1]
-            content = b"".join(simt._bits(x).to_bytes(4, "little") for x in args[2:])
-            found = target.barriers[barrier]
-            found.stores.append((target.shared, address, content))
-            found.bytes -= len(content)
-            found.settle()
-            return None
-        return plain(code, **named)
-
-    def init(pointer: Any, count: int) -> None:
-        simt._me().cta.barriers[pointer.address] = _Barrier(count)
-
-    def expect(pointer: Any, nbytes: int) -> None:
-        found = simt._me().cta.barriers[pointer.address]
-        found.arrivals -= 1
-        found.bytes += nbytes
-        found.settle()
-
-    def arrive() -> None:
-        simt._me().cta.cluster.arrived += 1
-
-    def wait_cluster() -> None:
-        cluster = simt._me().cta.cluster
-        _wait_until(lambda: cluster.arrived == cluster.threads)
-
-    def wait(pointer: Any, phase: int) -> None:
-        assert phase == 0
-        found = simt._me().cta.barriers[pointer.address]
-        _wait_until(lambda: found.done)
-
-    def test(pointer: Any, phase: int) -> bool:
-        wait(pointer, phase)
-        return True
-
-    return {
-        "inline_ptx": inline_ptx,
-        "mbarrier_init": init,
-        "mbarrier_init_fence": lambda: None,
-        "mbarrier_arrive_and_expect_tx": expect,
-        "mbarrier_wait": wait,
-        "mbarrier_test_wait": test,
-        "cluster_arrive_relaxed": arrive,
-        "cluster_wait": wait_cluster,
-    }
-
-
-def run_cluster(cluster: _Cluster, kernel: Callable[..., None], arguments: tuple[Any, ...]) -> int:
-    """Run the CTAs of one cluster together; returns the shared memory that one took."""
-    tops: list[int] = []
-    turns = cluster.ctas[0].turns.all
-
-    def body(cta: Any, tid: int) -> None:
-        me = simt._local.thread = simt._Thread(cta, tid)
-        try:
-            if me.lane == 0:
-                turns.start(me.warp.index)
-            me.warp.barrier.wait()
-            kernel(*arguments)
-            assert not me.copies, "copies that no group holds"
-            assert not any(me.groups), "copies that nobody waited for"
-            me.warp.barrier.wait()
-            if me.lane == 0:
-                turns.leave(me.warp.index)
-            tops.append(me.top - 1024)
-        except (SystemExit, threading.BrokenBarrierError):
-            pass
-        except BaseException as error:
-            turns.fail(error)
-            for other in cluster.ctas:
-                for warp in other.warps:
-                    warp.barrier.abort()
-
-    stack = threading.stack_size(256 * 1024)
-    workers = [
-        threading.Thread(target=body, args=(cta, tid), daemon=True)
-        for cta in cluster.ctas
-        for tid in range(cta.threads)
-    ]
-    threading.stack_size(stack)
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    if turns.failure is not None:
-        raise turns.failure
-    assert not any(turns.arrived.values()), f"threads left at barriers: {turns.arrived}"
-    assert all(all(cta.waited_for_previous) for cta in cluster.ctas), (
-        "some threads never waited for the previous launch"
-    )
-    assert cluster.arrived in (0, cluster.threads)
-    for cta in cluster.ctas:
-        live = [b.done for b in cta.barriers.values() if b.stores]
-        assert all(live), "an mbarrier got less than it expects"
-    return max(tops)
+# The source, thread by thread.
 
 
 @pytest.fixture(scope="module")
 def emulated() -> ModuleType:
-    m = simt.load("blocks", "arguments", "chunked", "split_chunked")["split_chunked"]
-    m.arch.__dict__.update(_cluster_arch(m.arch))
-    m.blocks.declare_cluster = lambda ctas: None
-    return m
-
-
-def run_step(m: ModuleType, of: Problem, spec: split.Spec, operands: StepOperands, seed: int) -> None:
-    """Launch a step on operands in the CPU's memory."""
-    p = m.plan(of, spec)
-    m.check(p, operands)
-    values = m.arguments.values(operands)
-    kinds = get_type_hints(arguments.Arguments).values()
-    A = arguments.Arguments(*(getattr(simt, kind.__name__)(v) for kind, v in zip(kinds, values, strict=True)))
-    storages = [getattr(operands, f.name) for f in fields(operands)]
-    memory = simt.Global(
-        [
-            (t.untyped_storage().data_ptr(), t.untyped_storage().nbytes())
-            for t in storages
-            if isinstance(t, torch.Tensor)
-        ]
-    )
-    columns, requests, _ = m.grid(p, of.heads, of.requests)
-    for request in range(requests):
-        for column in range(0, columns, p.split):
-            cluster = _Cluster((column, request), p.split, p.threads, memory, seed + column + 7 * request)
-            assert run_cluster(cluster, m.kda_split_chunked, (A, p)) == p.smem_bytes
+    modules: dict[str, Any] = simt_cluster.load("blocks", "arguments", "chunked", "split", "split_chunked")
+    modules["split"]._chunked = lambda: modules["split_chunked"]
+    return modules["split"]
 
 
 CASES: dict[str, tuple[Problem, split.Spec, dict[str, Any]]] = {
@@ -336,20 +136,10 @@ def emulate(m: ModuleType, of: Problem, spec: split.Spec, draw: dict[str, Any], 
     of = replace(of, requests=3 if draw.get("inputs") == "generic" else 2, heads=1)
     operands = make_step(of, seed=seed, device="cpu", pad=16, null_requests=(1,), **draw)
     if spec.conv_weight_dtype == "bf16":
-        bias = operands.conv_bias
-        operands = replace(
-            operands,
-            conv_weight=operands.conv_weight.bfloat16(),
-            conv_bias=None if bias is None else bias.bfloat16(),
-        )
+        operands = simt.with_bf16_weights(operands)
     assert operands.record_rows is not None
-    rows = operands.record_rows.clone()
-    rows[2:] = -1
-    operands = replace(operands, record_rows=rows)
-    expected = reference.step(of, operands)
-    compare.poison(operands)
-    run_step(m, of, spec, operands, seed)
-    return compare.check_step(of, operands, expected)
+    operands.record_rows[2:] = -1
+    return simt.compare_step(m, of, spec, operands, seed)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -358,11 +148,18 @@ def test_emulation_agrees_with_the_reference(emulated: ModuleType, case: str) ->
     assert emulate(emulated, of, spec, draw, seed=len(case)) is None
 
 
+def test_nothing_is_overwritten_by_what_comes_early(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What CTAs send to each other comes at once."""
+    monkeypatch.setattr(simt_cluster.Barrier, "early", True)
+    of, spec, draw = CASES["8 tokens, split 4"]
+    assert emulate(emulated, of, spec, draw, seed=2) is None
+
+
 def test_emulation_notices_missing_barriers(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emulated.arch, "sync_threads", lambda: None)
     try:
         found = emulate(emulated, problem(2), spec(4, 128), {}, seed=3)
-    except (AssertionError, KeyError, RuntimeError) as error:
+    except (AssertionError, RuntimeError) as error:
         found = str(error)
     assert found is not None
 

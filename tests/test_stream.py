@@ -6,16 +6,16 @@ from __future__ import annotations
 import itertools
 import re
 import subprocess
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 import simt
-import torch
+import simt_cluster
 
-from kda_kernels import compare, cubin, reference, stream, walk
+from kda_kernels import cubin, stream, walk
 from kda_kernels.arguments import Arguments
 from kda_kernels.gpu import Gpu
 from kda_kernels.operands import make_step
@@ -148,70 +148,48 @@ def test_the_group_that_is_waited_for_is_complete(groups: int, count: int) -> No
 
 @pytest.fixture(scope="module")
 def emulated() -> ModuleType:
-    module = simt.load("blocks", "arguments", "chunked", "walk", "stream")["stream"]
-    module.blocks.special = lambda register: simt.Int32(simt._me().tid)
-    return module
+    return simt_cluster.load("blocks", "arguments", "chunked", "walk", "stream")["stream"]
 
 
+# Two CTAs share the items. With three heads each changes heads on its way, and of six items each has three, so that
+# either stage is used again.
+NULL = {"null_requests": (1,)}
 CASES: dict[str, tuple[Problem, dict[str, Any], dict[str, Any]]] = {
-    "decode": (problem("decode"), {}, {}),
+    "decode": (problem("decode", requests=2, heads=3), {}, NULL),
     "decode, bf16, window-major": (
-        problem("decode", 1, "bf16", conv_layout="window-major"),
+        problem("decode", 1, "bf16", conv_layout="window-major", requests=3, heads=1),
         {"gate_mode": 1, "stream_hints": True, "ahead": True},
-        {"conv_bias": False},
+        {"conv_bias": False, **NULL},
     ),
-    "spec 3": (problem("spec", 3), {"evict": True}, {"inputs": "generic"}),
+    "spec 3": (problem("spec", 3, requests=3, heads=1), {"evict": True}, {"inputs": "generic", **NULL}),
     "spec 2, bf16, window-major, one stage": (
-        problem("spec", 2, "bf16", conv_layout="window-major"),
+        problem("spec", 2, "bf16", conv_layout="window-major", requests=1, heads=3),
         {"stages": 1, "conv_weight_dtype": "bf16"},
         {},
     ),
-    "record 8": (problem(), {}, {}),
+    "record 8": (problem(requests=3, heads=1), {}, NULL),
     "record 3, bf16, window-major": (
-        problem("record", 3, "bf16", conv_layout="window-major"),
+        problem("record", 3, "bf16", conv_layout="window-major", requests=3, heads=1),
         {"terms": 1, "gate_mode": 1, "conv_weight_dtype": "bf16", "evict": True},
-        {"inputs": "generic"},
+        {"inputs": "generic", "unrecorded": (2,), **NULL},
     ),
-    "record 5, long window": (problem("record", 5), {"window": 9, "ahead": True}, {"conv_bias": False}),
-}
-
-
-class _Recorder:
-    """In place of a loaded binary: keeps what a launch passes."""
-
-    def launch(self, grid: tuple[int, int, int], values: tuple[int | float, ...], stream: int, pdl: bool) -> None:
-        self.grid, self.values, self.stream, self.pdl = grid, values, stream, pdl
+    "record 5, long window": (
+        problem("record", 5, requests=1, heads=3), {"window": 9, "ahead": True}, {"conv_bias": False},
+    ),
+}  # fmt: skip
 
 
 def emulate(m: ModuleType, of: Problem, choices: dict[str, Any], draw: dict[str, Any], seed: int) -> str | None:
-    """Two CTAs of three items each, two heads, one request null, and one without a record, against the reference."""
-    of, spec = replace(of, requests=3, heads=2), m.Spec(**choices)
-    operands = make_step(of, seed=seed, device="cpu", pad=16, null_requests=(1,), **draw)
-    if spec.conv_weight_dtype == "bf16":
-        bias = operands.conv_bias
-        operands = replace(
-            operands,
-            conv_weight=operands.conv_weight.bfloat16(),
-            conv_bias=None if bias is None else bias.bfloat16(),
-        )
-    if operands.record_rows is not None:
-        rows = operands.record_rows.clone()
-        rows[2:] = -1
-        operands = replace(operands, record_rows=rows)
-    expected = reference.step(of, operands)
-    compare.poison(operands)
-    p = m.plan(of, spec)
-    recorder = _Recorder()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(m.cubin, "launcher", lambda _: recorder)
-        m.launch(m.Compiled(None, p, 1, False), operands, 0)
-    kinds = (kind.__name__ for kind in get_type_hints(Arguments).values())
-    A = Arguments(*(getattr(simt, kind)(v) for kind, v in zip(kinds, recorder.values, strict=True)))
-    tensors = [t for f in fields(operands) if isinstance(t := getattr(operands, f.name), torch.Tensor)]
-    spans = [(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in tensors]
-    used = simt.run(m.kda_stream, (A, p), grid=recorder.grid, threads=p.threads, spans=spans, seed=seed)
-    assert used == p.smem_bytes
-    return compare.check_step(of, operands, expected)
+    """Against the reference. Drawn beside what `make_step` knows: requests without a record."""
+    draw = dict(draw)
+    unrecorded = draw.pop("unrecorded", ())
+    operands = make_step(of, seed=seed, device="cpu", pad=16, **draw)
+    if choices.get("conv_weight_dtype") == "bf16":
+        operands = simt.with_bf16_weights(operands)
+    for request in unrecorded:
+        assert operands.record_rows is not None
+        operands.record_rows[request] = -1
+    return simt.compare_step(m, of, m.Spec(**choices), operands, seed)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -219,28 +197,17 @@ def test_emulation_agrees_with_the_reference(emulated: ModuleType, case: str) ->
     assert emulate(emulated, *CASES[case], seed=len(case)) is None
 
 
-def copy_at_once(emulated: ModuleType, patch: pytest.MonkeyPatch) -> None:
-    """The other extreme of cp.async: what is asked for is there, and over what it replaces, at once."""
-
-    def copy(shared: Any, address: Any, nbytes: int, *policy: Any) -> None:
-        cta = simt._me().cta
-        cta.shared.write(int(shared), cta.memory.read(int(address), nbytes))
-
-    patch.setattr(emulated.blocks, "copy_async", copy)
-    patch.setattr(emulated.blocks, "copy_async_hinted", copy)
-
-
 @pytest.mark.parametrize("case", ["decode", "spec 2, bf16, window-major, one stage", "record 8"])
 def test_nothing_is_replaced_before_it_is_read(
     emulated: ModuleType, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    copy_at_once(emulated, monkeypatch)
+    monkeypatch.setattr(simt.Thread, "early", True)
     assert emulate(emulated, *CASES[case], seed=2) is None
 
 
 def test_emulation_notices_a_missing_barrier(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emulated.arch, "sync_threads", lambda: None)
-    assert emulate(emulated, *CASES["decode"], seed=1) is not None
+    assert emulate(emulated, problem("decode", requests=1, heads=1), {}, {}, seed=1) is not None
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -337,6 +304,13 @@ def test_gate_weights_stay_and_states_stream(tmp_path: Path) -> None:
     assert not re.findall(r"\bLDG\.E\.128\b", text)
     assert len(re.findall(r"\bSTG\.E\.128\b", text)) >= 4
     assert len(re.findall(r"\bBAR\.SYNC", text)) == 1 + 2
+
+
+class _Recorder:
+    """In place of a loaded binary: keeps what a launch passes."""
+
+    def launch(self, grid: tuple[int, int, int], values: tuple[int | float, ...], stream: int, pdl: bool) -> None:
+        self.grid, self.values, self.stream, self.pdl = grid, values, stream, pdl
 
 
 def test_launch_passes_addresses_and_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
