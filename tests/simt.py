@@ -87,6 +87,12 @@ class Scalar:
     def __neg__(self) -> Scalar:
         return type(self)(-self.v)
 
+    def __lshift__(self, by: Any) -> Scalar:
+        return type(self)(self.v << int(by) & (1 << self.width) - 1)
+
+    def __rshift__(self, by: Any) -> Scalar:
+        return type(self)(self.v >> int(by))
+
 
 class _Integer(Scalar):
     __slots__ = ()
@@ -422,6 +428,10 @@ class Tensor:
     def places(self) -> tuple[int, ...]:
         return self.layout.places
 
+    @property
+    def element_type(self) -> type[Scalar]:
+        return self.iterator.kind
+
     def __getitem__(self, index: Any) -> Any:
         offset, modes = self.layout.found.get(index) or self.layout.find(index)
         return Tensor(self.iterator + offset, _layout_of(modes)) if modes else self.iterator.get(offset)
@@ -441,6 +451,12 @@ class Tensor:
     def fill(self, value: Any) -> None:
         for at in self.places:
             self.iterator.put(at, value)
+
+
+def _recast(tensor: Tensor, kind: type[Scalar]) -> Tensor:
+    pointer = tensor.iterator
+    count = len(tensor.places) * pointer.kind.width // kind.width
+    return Tensor(Pointer(kind, pointer.address, pointer.memory), make_layout(count))
 
 
 def _copy(source: Tensor, target: Tensor) -> None:
@@ -881,11 +897,13 @@ def _modules() -> dict[str, ModuleType]:
         cp_async_wait_group=lambda n: current().wait_groups(n),
         griddepcontrol_wait=_wait_for_previous,
         griddepcontrol_launch_dependents=lambda: None,
+        setmaxregister_increase=int,
+        setmaxregister_decrease=int,
     )
     cute.__dict__.update(
         jit=_identity, kernel=_Kernel, arch=arch, Tensor=Tensor, Pointer=Pointer, make_layout=make_layout,
         make_tensor=Tensor, make_ptr=_make_ptr, make_rmem_tensor=_make_rmem_tensor, autovec_copy=_copy,
-        recast_ptr=lambda p, dtype: Pointer(dtype, p.address, p.memory),
+        recast_ptr=lambda p, dtype: Pointer(dtype, p.address, p.memory), recast_tensor=_recast,
         size=lambda t: len(t.places), copy=lambda atom, a, b: _copy(a, b), make_copy_atom=lambda *_, **__: None,
         math=SimpleNamespace(exp2=_math(lambda x: 2.0**x), rsqrt=_math(lambda x: _reciprocal(math.sqrt(x)))),
         nvgpu=SimpleNamespace(

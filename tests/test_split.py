@@ -251,7 +251,7 @@ def emulated() -> Any:
         (Problem("decode", 1, 1, 1), SHAPES[0], {"staging": "shared"}),
         (Problem("decode", 1, 1, 1), SHAPES[5], {"spin": True}),
         (Problem("decode", 2, 1, 1, conv_layout="window-major"), SHAPES[4], {}),
-        (Problem("decode", 1, 1, 1), SHAPES[3], {"staging": "shared", "pdl": True}),
+        (Problem("decode", 2, 1, 1), SHAPES[3], {"staging": "shared", "pdl": True}),
         (Problem("decode", 1, 1, 1, state_dtype="bf16"), SHAPES[4], {"staging": "shared", "state_late": True}),
         (Problem("decode", 1, 1, 1), SHAPES[5], {"streamable": False, "gate_mode": 1}),
         (Problem("record", 1, 1, 3), SHAPES[5], {"gate_mode": 0, "pdl": True}),
