@@ -9,16 +9,17 @@ import re
 import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import simt
+import simt_cluster
 import torch
 
-from kda_kernels import arguments, compare, cubin, reference, walk, ws, ws_plan, ws_prologue
+from kda_kernels import arguments, cubin, walk, ws, ws_plan, ws_prologue
 from kda_kernels.gpu import Gpu
 from kda_kernels.operands import StepOperands, make_step
 from kdabench.problem import HEAD_DIM, Problem
@@ -448,101 +449,20 @@ def test_coefficients_that_are_used_are_loaded(tokens: int) -> None:
         assert used <= loaded
 
 
-# The source, thread by thread. What the emulator lacks: mbarriers, and a few operations on words.
-
-
-def _shifted(word: Any, by: Any) -> Any:
-    return type(word)(word.v << int(by) & 0xFFFFFFFF)
-
-
-class Barriers:
-    """mbarriers of the CTA that runs, by address: arrivals per phase, arrivals left, phases that are over."""
-
-    def __init__(self) -> None:
-        self.of: dict[tuple[int, int], list[int]] = {}
-
-    def find(self, pointer: simt.Pointer) -> list[int]:
-        return self.of.setdefault((id(simt._me().cta), pointer.address), [0, 0, 0])
-
-    def init(self, pointer: simt.Pointer, count: int) -> None:
-        self.find(pointer)[:] = [int(count), int(count), 0]
-
-    def arrive(self, pointer: simt.Pointer) -> None:
-        turns = simt._me().cta.turns
-        with turns.condition:
-            barrier = self.find(pointer)
-            barrier[1] -= 1
-            assert barrier[0] > 0, "an mbarrier that nobody initialized"
-            if barrier[1] == 0:
-                barrier[1:] = [barrier[0], barrier[2] + 1]
-                turns.runnable |= turns.waiting.pop(-pointer.address, set())
-
-    def wait(self, pointer: simt.Pointer, parity: Any) -> None:
-        me = simt._me()
-        me.warp.barrier.wait()
-        if me.lane == 0:
-            try:
-                self._until(me, pointer, int(parity))
-            except SystemExit:
-                me.warp.barrier.abort()
-                raise
-        me.warp.barrier.wait()
-
-    def _until(self, me: Any, pointer: simt.Pointer, parity: int) -> None:
-        turns, barrier = me.cta.turns, self.find(pointer)
-        with turns.condition:
-            while barrier[2] & 1 == parity:
-                turns.waiting.setdefault(-pointer.address, set()).add(me.warp.index)
-                turns.runnable.discard(me.warp.index)
-                turns._next()
-                turns._until(me.warp.index)
-
-
-def _recast(tensor: simt.Tensor, kind: Any) -> simt.Tensor:
-    pointer = tensor.iterator
-    words = len(tensor.places) * pointer.kind.width // kind.width
-    return simt.Tensor(simt.Pointer(kind, pointer.address, pointer.memory), simt.Layout(words))
+# The source, thread by thread.
 
 
 @pytest.fixture(scope="module")
-def emulated() -> Iterator[dict[str, ModuleType]]:
-    modules, barriers = simt._modules, Barriers()
-
-    def more() -> dict[str, ModuleType]:
-        found: dict[str, Any] = modules()
-        found["cutlass.cute"].recast_tensor = _recast
-        found["cutlass.cute"].arch.__dict__.update(
-            mbarrier_init=barriers.init, mbarrier_init_fence=lambda: None, mbarrier_arrive=barriers.arrive,
-            mbarrier_wait=barriers.wait, setmaxregister_increase=int, setmaxregister_decrease=int,
-        )  # fmt: skip
-        return found
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(simt, "_modules", more)
-        patch.setattr(simt.Scalar, "__lshift__", _shifted, raising=False)
-        patch.setattr(simt.Scalar, "__rshift__", lambda a, by: type(a)(a.v >> int(by)), raising=False)
-        patch.setattr(simt.Tensor, "element_type", property(lambda t: t.iterator.kind), raising=False)
-        yield simt.load("blocks", "arguments", "walk", "ws_plan", "ws_prologue", "ws")
+def emulated() -> dict[str, ModuleType]:
+    return simt_cluster.load("blocks", "arguments", "walk", "ws_plan", "ws_prologue", "ws")
 
 
 def emulate(modules: dict[str, Any], of: Problem, choices: dict[str, Any], draw: dict[str, Any], sms: int) -> Any:
     """A step of all items by few CTAs, against the reference."""
-    m, arguments = modules["ws"], modules["arguments"]
     o = make_step(of, seed=of.tokens, device="cpu", pad=16, **draw)
     if o.record_rows is not None:
         o = replace(o, record_rows=torch.where(torch.arange(of.requests) == 1, -1, o.record_rows).int())
-    expected = reference.step(of, o)
-    compare.poison(o)
-    p = m.plan(of, m.Spec(**choices), H200)
-    m._check(p, o)
-    per, ctas = walk.schedule(of.items, sms, 2)
-    kinds = [getattr(simt, kind.__forward_arg__) for kind in arguments.Arguments.__annotations__.values()]
-    values = arguments.Arguments(*(kind(v) for kind, v in zip(kinds, arguments.values(o, per), strict=True)))
-    tensors = [t for f in fields(o) if isinstance(t := getattr(o, f.name), torch.Tensor)]
-    spans = [(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in tensors]
-    used = simt.run(m.kda_ws, [values, p], grid=(ctas, 1, 1), threads=ws_plan.THREADS, spans=spans, seed=sms)
-    assert used == p.smem_bytes
-    return compare.check_step(of, o, expected)
+    return simt.compare_step(modules["ws"], of, ws.Spec(**choices), o, seed=sms, sms=sms)
 
 
 def few(kind: Any, tokens: int, requests: int, heads: int = 1, **more: Any) -> Problem:
