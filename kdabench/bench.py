@@ -426,7 +426,12 @@ def _mutated(operands: Operands) -> list[Tensor]:
     """The tensors that a launch updates from their own contents or beside live data."""
     if isinstance(operands, CommitOperands):
         return [operands.states[layer] for layer in _checked_layers(operands)]
-    return [operands.state, operands.conv_state]
+    mutated = [operands.state, operands.conv_state]
+    if operands.pending is not None:
+        assert operands.corrections is not None
+        assert operands.key_gates is not None
+        mutated += [operands.corrections, operands.key_gates]  # a replay folds the records that it finds
+    return mutated
 
 
 def _checked_layers(operands: CommitOperands) -> list[int]:

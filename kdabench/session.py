@@ -14,15 +14,16 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from types import FrameType
 from typing import Any, Literal
 
-from kdabench import build, worker
+from kdabench import adaptive, build, worker
 from kdabench import device as devices
 from kdabench.clock import EXHAUSTED, ReplayedClock
 from kdabench.grid import Case
@@ -39,7 +40,7 @@ _RULED_OUT = 1.15  # a settled loser this far behind the best isn't measured by 
 
 @dataclass(frozen=True)
 class Event:
-    """Progress, for whoever shows it. done and total count (cell, process) pairs."""
+    """Progress, for whoever shows it. done and total count (cell, process) pairs, the total at most."""
 
     kind: Literal["plan", "cell", "note"]
     done: int
@@ -142,6 +143,7 @@ def run_sweep(
     plan: Plan | None = None,
     share: Share = WHOLE,
     retry: bool = False,
+    target: float | None = None,
     worker_main: WorkerMain = worker.main,
 ) -> Summary:
     """Measure what is left of `sweep` on "cuda:N", or replay it from `results`; everything is kept in out/<stem>.db.
@@ -149,6 +151,7 @@ def run_sweep(
     budget_s     no further cell starts after this many seconds
     share        (k, n): every n-th cell from the k-th on, for n GPUs or machines; `merge` joins their journals
     retry        first forget the (cell, process) pairs in which a candidate failed
+    target       not every cell, but as adaptive.py chooses until none can lose more than this ratio; shares are of rows
     worker_main  what a worker process runs
     Raises JournalError or JournalBusy for the journal, ValueError for records that can't be replayed.
     """
@@ -161,48 +164,92 @@ def run_sweep(
         path = out / f"{sweep.stem}.replay.db"
         _drop_stale_replay(path, digest)
     with Journal.open(path, digest, sweep.question, replay=replay) as journal:
+        begun: list[Cell] = []
         if retry:
+            begun = [c for c in sweep.cells if any(journal.cell_state(c, n) != "new" for n in range(sweep.processes))]
             journal.reopen_failed()
-        cells = sweep.cells[share[0] - 1 :: share[1]]
-        todo = [
-            (cell, process)
-            for process in range(sweep.processes)
-            for cell in cells
-            if journal.cell_state(cell, process) != "done"
-        ]
-        total = sweep.processes * len(cells)
-        listener(Event("plan", total - len(todo), total))
+        queue = _Queue(sweep, share, journal, target, begun)
+        listener(Event("plan", queue.done, queue.total))
         stopped_by = None
         try:
             with _stopping():
-                progress = _Progress(listener, total - len(todo), total, budget_s)
+                progress = _Progress(listener, queue, budget_s)
                 if replay:
-                    _replay(sweep, todo, journal, results / device.removeprefix(REPLAY), plan, progress)
+                    _replay(sweep, queue, journal, results / device.removeprefix(REPLAY), plan, progress)
                 else:
-                    _measure(sweep, todo, journal, int(device.removeprefix("cuda:")), worker_main, plan, progress)
+                    _measure(sweep, queue, journal, int(device.removeprefix("cuda:")), worker_main, plan, progress)
         except KeyboardInterrupt as stopped:
             stopped_by = stopped.number if isinstance(stopped, Stopped) else int(signal.SIGINT)
-        left = sum(journal.cell_state(cell, process) != "done" for cell, process in todo)
+        done, total = queue.done, queue.total
         records = journal.records()
     winners = {r.cell for r in records if r.status == "ok"}
     measured = {r.cell for r in records}
     return Summary(
         path,
-        total - left,
+        done,
         total,
         stopped_by,
         replay,
         records,
-        tuple(cell for cell in cells if cell in measured and cell not in winners),
+        tuple(cell for cell in queue.cells if cell in measured and cell not in winners),
         Counter(v for r in records if (v := twin_verdict(twins(r), plan)) is not None),
     )
+
+
+class _Queue:
+    """(cell, process) pairs in the order in which they are measured, each asked for when the one before it is done.
+
+    target, begun  None: every cell, process by process; else what an adaptive.Course says
+    """
+
+    def __init__(
+        self, sweep: Sweep, share: Share, journal: Journal, target: float | None, begun: Collection[Cell]
+    ) -> None:
+        self._journal, self._processes = journal, sweep.processes
+        self.cells = sweep.cells[share[0] - 1 :: share[1]] if target is None else adaptive.part(sweep.cells, *share)
+        self._course = None
+        if target is not None:
+            self._course = adaptive.Course(self.cells, sweep.candidates, sweep.processes, begun, target)
+            left = set(self.left)
+            for pair in self._pairs():
+                if pair not in left:
+                    self._tell(self._course, pair)
+
+    def _pairs(self) -> list[tuple[Cell, int]]:
+        return [(cell, process) for process in range(self._processes) for cell in self.cells]
+
+    def _tell(self, course: adaptive.Course, pair: tuple[Cell, int]) -> None:
+        sms = next((env["sms"] for env in self._journal.envs().values() if "sms" in env), None)
+        course.tell(*pair, self._journal.outcomes(*pair), sms)
+
+    def __iter__(self) -> Iterator[tuple[Cell, int]]:
+        if self._course is None:
+            yield from self.left
+            return
+        while (pair := self._course.next()) is not None:
+            yield pair
+            self._tell(self._course, pair)
+
+    @property
+    def left(self) -> list[tuple[Cell, int]]:
+        """What is not done. An adaptive sweep need not do all of it."""
+        return [pair for pair in self._pairs() if self._journal.cell_state(*pair) != "done"]
+
+    @property
+    def done(self) -> int:
+        return len(self._pairs()) - len(self.left)
+
+    @property
+    def total(self) -> int:
+        """Of an adaptive sweep the most there may be, until its cells are chosen."""
+        return len(self._pairs()) if self._course is None else self._course.total
 
 
 class _Progress:
     """Counts finished cells, tells the listener, and says when the budget is spent."""
 
-    def __init__(self, listener: Listener, done: int, total: int, budget_s: float | None) -> None:
-        self._listener, self._done, self._total = listener, done, total
+    def __init__(self, listener: Listener, queue: _Queue, budget_s: float | None) -> None:
+        self._listener, self._queue, self._done = listener, queue, queue.done
         self._deadline = None if budget_s is None else time.monotonic() + budget_s
 
     @property
@@ -210,7 +257,7 @@ class _Progress:
         return self._deadline is not None and time.monotonic() > self._deadline
 
     def note(self, text: str) -> None:
-        self._listener(Event("note", self._done, self._total, text=text))
+        self._listener(Event("note", self._done, self._queue.total, text=text))
 
     def cell(self, cell: Cell, process: int, times: Mapping[Candidate, Sequence[float]]) -> None:
         self._done += 1
@@ -219,7 +266,7 @@ class _Progress:
             Event(
                 "cell",
                 self._done,
-                self._total,
+                self._queue.total,
                 cell,
                 process,
                 None if best is None else str(best),
@@ -231,13 +278,11 @@ class _Progress:
 # --- replay ---------------------------------------------------------------------------------------------------------
 
 
-def _replay(
-    sweep: Sweep, todo: Sequence[tuple[Cell, int]], journal: Journal, folder: Path, plan: Plan, progress: _Progress
-) -> None:
+def _replay(sweep: Sweep, queue: _Queue, journal: Journal, folder: Path, plan: Plan, progress: _Progress) -> None:
     """Sampling and stopping, run on recorded samples."""
     recorded, known = _recorded(folder, sweep), devices.load_envs(folder)
     envs: set[str] = set()
-    for cell, process in todo:
+    for cell, process in queue:
         if progress.spent:
             return
         records = recorded.get((cell, process), [])
@@ -342,7 +387,7 @@ class SweepFailedError(OSError):
 
 def _measure(
     sweep: Sweep,
-    todo: Sequence[tuple[Cell, int]],
+    queue: _Queue,
     journal: Journal,
     device_index: int,
     worker_main: WorkerMain,
@@ -350,7 +395,9 @@ def _measure(
     progress: _Progress,
 ) -> None:
     """Measure on a GPU: for each process number a fresh worker goes through the cells that are left."""
-    if not todo or progress.spent:
+    pairs = iter(queue)
+    first = next(pairs, None)
+    if first is None or progress.spent:
         return
     with _Slot(device_index, worker_main) as slot:
         slot.get()
@@ -358,12 +405,12 @@ def _measure(
             progress.note("compiling what the cache lacks")
             cases = {
                 Case(c.variant, tuple(sorted(c.spec.items())), cell.problem)
-                for cell, _ in todo
+                for cell, _ in queue.left
                 for c in sweep.candidates
             }
             build.fill_cache(cases, _arch(device_index))
-        before = todo[0][1]
-        for cell, process in sorted(todo, key=lambda share: share[1]):
+        before = first[1]
+        for cell, process in chain([first], pairs):
             if progress.spent:
                 return
             if process != before:

@@ -6,7 +6,6 @@ Rows that need a GPU are marked so; what each row asks for is in its test's docs
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import math
 import os
@@ -32,7 +31,7 @@ import workers
 from synthetic import STOCK, split
 from workers import candidate
 
-from kdabench import device, emit, fit, process, provenance, records, regret, session
+from kdabench import compare, device, emit, fit, process, provenance, records, regret, session
 from kdabench.cli import console, data, evidence, measuring
 from kdabench.clock import Reading, ReplayedClock, rotation
 from kdabench.journal import Journal, JournalBusy, JournalError, export
@@ -552,11 +551,40 @@ def test_case_18_a_bias_of_the_session_is_no_verdict_within_it() -> None:
     assert false_alarms <= 0.01 * (200 + judged)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("kdabench.compare") is None, reason="there is no comparison of sessions yet"
-)
 def test_case_18_all_slower_and_none_faster_warns_about_the_session() -> None:
-    raise NotImplementedError("write this with kdabench.compare")
+    """A/A of two sessions, each with a bias of its own of up to 3 % and processes that differ: false alarms <= 1 % of
+    the rows and of the comparisons. Without anything unchanged to tell, one-sided findings warn about the session."""
+    cells = [Cell("decode", requests, heads) for heads in (12, 96) for requests in (1, 4, 16, 64)]
+
+    def measured(rng: random.Random, bias: float) -> compare.Side:
+        rows = []
+        for cell in cells:
+            for one in (STOCK, split(1), split(4)):
+                for number in range(3):
+                    us = synthetic.model_us(cell, one) * bias * rng.gauss(1, 0.003)
+                    rows.append(synthetic.record(cell, one, [us * rng.gauss(1, 0.004) for _ in range(8)], number))
+        return compare.Side("a session", rows, synthetic.ENVS)
+
+    alarms, rows, alarmed, warned, of = 0, 0, 0, 0, 100
+    for seed in range(of):
+        rng = random.Random(seed)
+        a, b = (measured(rng, rng.uniform(0.97, 1.03)) for _ in range(2))
+        found = compare.compare(a, b)
+        false = found.of("slower") + found.of("faster")
+        alarms, rows, alarmed = alarms + len(false), rows + len(found.rows), alarmed + bool(false)
+        if seed < 20:
+            slow = [
+                replace(r, samples_us=tuple(us * 1.1 for us in r.samples_us), kernel_digest="sha256:new")
+                for r in a.records
+            ]
+            changed = compare.compare(a, replace(b, records=slow))
+            assert changed.of("slower")
+            assert not changed.of("faster")
+            warned += any("that may be the session" in warning for warning in changed.warnings)
+    assert rows == of * len(cells) * 3
+    assert alarms <= 0.01 * rows
+    assert alarmed <= 0.01 * of
+    assert warned == 20
 
 
 def test_case_19_statistics_are_of_the_raw_samples_in_order(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ from typing import Annotated, Any
 
 import typer
 
-from kdabench.cli import console, data, measuring, policies
+from kdabench.cli import console, data, measuring, policies, reviewing
 
-_ORDER = ("run", "sweep", "fit", "emit", "check", "choose", "plot", "compile", "verify", "list", "show", "export",
-          "merge", "doctor")  # fmt: skip
+_ORDER = ("run", "sweep", "fit", "emit", "check", "choose", "plot", "compare", "report", "compile", "verify",
+          "list", "show", "export", "merge", "doctor")  # fmt: skip
 
 # The base of click's errors, which carries message and exit status; typer brings click along or depends on it.
 _CommandLineError: type[Any] = typer.BadParameter.__mro__[2]
@@ -60,7 +60,8 @@ def _app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     )
     app.callback()(_root)
-    commands: dict[str, Callable[..., None]] = {**policies.COMMANDS, **measuring.COMMANDS, **data.COMMANDS}
+    groups = (policies, measuring, data, reviewing)
+    commands: dict[str, Callable[..., None]] = {n: command for group in groups for n, command in group.COMMANDS.items()}
     for name in _ORDER:
         app.command(name)(_interruptible(commands[name]))
     return app

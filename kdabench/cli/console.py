@@ -169,7 +169,7 @@ def progress() -> Iterator[Callable[[Event], None]]:
         if event.kind == "plan":
             skipped = event.done
             bar.reset(task, total=event.total - skipped, completed=0)
-        bar.update(task, completed=event.done - skipped, description=_cell_text(event))
+        bar.update(task, total=event.total - skipped, completed=event.done - skipped, description=_cell_text(event))
 
     def listen_while_it_shows(event: Event) -> None:
         with suppress(OSError):  # a terminal that is gone must not end the work

@@ -33,6 +33,19 @@ Share = Annotated[
     str,
     typer.Option("--share", metavar="K/N", help="Only every N-th cell from the K-th on; join the journals with merge."),
 ]
+Adaptive = Annotated[
+    bool,
+    typer.Option(
+        "--adaptive",
+        help="Only the cells a policy depends on, those first where it could lose most; shares are of rows.",
+    ),
+]
+Target = Annotated[
+    float | None,
+    typer.Option(
+        "--target", metavar="PERCENT", min=0, help="With --adaptive: leave out where less than this can be lost (0.5)."
+    ),
+]
 Variants = Annotated[
     list[str] | None, typer.Option("--variant", metavar="NAME", help="Only this variant; may be given several times.")
 ]
@@ -44,6 +57,8 @@ def sweep(
     budget: Budget = None,
     cell_seconds: CellSeconds = None,
     share: Share = "1/1",
+    adaptive: Adaptive = False,
+    target: Target = None,
     retry: Annotated[
         bool, typer.Option("--retry", help="Measure again the cells in which a candidate failed.")
     ] = False,
@@ -57,31 +72,32 @@ def sweep(
     """Measure a sweep, or replay it where there is no GPU.
 
     Every finished round is kept in OUT/<sweep>.db. Stop at any time: the same command goes on where it stopped.
-    Exit status 1 if a cell has no result at all.
+    Without --adaptive it adds what an adaptive sweep left out. Exit status 1 if a cell has no result at all.
 
     \b
     Examples:
       kdabench sweep sweeps/quick.toml
       kdabench sweep sweeps/dispatch.toml --dry-run
-      kdabench sweep sweeps/dispatch.toml --budget 600
+      kdabench sweep sweeps/dispatch.toml --adaptive --budget 600
       kdabench sweep sweeps/quick.toml --device replay:nvidia-h200
       kdabench sweep sweeps/dispatch.toml --device cuda:1 --share 2/2 --out out/second
     """
     inputs.require_sweep_file(file)
     part = parse_share(share)
-    target = inputs.find_device(device, results)
-    plan = inputs.load_sweep(file, target.sms)
+    most_lost = _target(adaptive, target)
+    where = inputs.find_device(device, results)
+    plan = inputs.load_sweep(file, where.sms)
     if dry_run:
-        _estimate(plan, target, as_json)
+        _estimate(plan, where, adaptive, as_json)
         return
     summary = run(
-        plan, target, device, out=out, results=results, budget=budget, as_json=as_json, share=part, retry=retry,
-        cell_seconds=cell_seconds,
+        plan, where, device, out=out, results=results, budget=budget, as_json=as_json, share=part, retry=retry,
+        cell_seconds=cell_seconds, most_lost=most_lost,
     )  # fmt: skip
     if summary.stopped_by is not None:
         finish(summary)
     if as_json:
-        console.emit_json(summary_json(summary, target))
+        console.emit_json(summary_json(summary, where))
     else:
         console.line(outcome(summary))
         if summary.done == summary.total and not summary.replay:
@@ -101,8 +117,12 @@ def run(
     share: tuple[int, int] = (1, 1),
     retry: bool = False,
     cell_seconds: float | None = None,
+    most_lost: float | None = None,
 ) -> Summary:
-    """Sweep with progress on stderr; the first line says whether it measures or replays."""
+    """Sweep with progress on stderr; the first line says whether it measures or replays.
+
+    most_lost  target of an adaptive sweep, as a ratio; None measures every cell
+    """
     from kdabench import session
     from kdabench.measure import Plan
 
@@ -121,6 +141,7 @@ def run(
             budget_s=budget,
             share=share,
             retry=retry,
+            target=most_lost,
             listener=listener,
             plan=None if cell_seconds is None else Plan(seconds=cell_seconds),
         )
@@ -132,6 +153,17 @@ def parse_share(text: str) -> tuple[int, int]:
     if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
         console.fail(f"--share: {text!r}: K/N with 1 <= K <= N, such as 2/4")
     return int(number), int(of)
+
+
+def _target(adaptive: bool, percent: float | None) -> float | None:
+    """As run_sweep takes it. Ends the command for a target without --adaptive."""
+    from kdabench.adaptive import TARGET
+
+    if percent is not None and not adaptive:
+        console.fail("--target: needs --adaptive")
+    if not adaptive:
+        return None
+    return TARGET if percent is None else percent / 100
 
 
 def outcome(summary: Summary) -> str:
@@ -167,23 +199,27 @@ def cell_name(cell: Cell) -> str:
     return text + (f" context={cell.context}" if cell.context != "layer" else "")
 
 
-def _estimate(plan: Sweep, target: inputs.Device, as_json: bool) -> None:
+def _estimate(plan: Sweep, target: inputs.Device, adaptive: bool, as_json: bool) -> None:
     from kdabench import session
+    from kdabench.adaptive import first_cells, rows_of
 
     cells, candidates, seconds = session.dry_run(plan, target.choice)
+    first = sum(len(first_cells(row)) for row in rows_of(plan.cells)) if adaptive else cells
     if as_json:
         console.emit_json(
             {
                 "device": target.choice,
                 "cells": cells,
+                "first_cells": first,
                 "candidates": candidates,
                 "processes": plan.processes,
                 "seconds": seconds,
             }
         )
         return
-    console.line(f"{cells} cells x {candidates} candidates x {plan.processes} processes on {target.choice}")
-    console.line(f"about {console.duration(seconds)}")
+    count = f"{first} cells at first, at most {cells}," if adaptive else f"{cells} cells"
+    console.line(f"{count} x {candidates} candidates x {plan.processes} processes on {target.choice}")
+    console.line(f"{'at most ' if adaptive else ''}about {console.duration(seconds)}")
 
 
 def summary_json(summary: Summary, target: inputs.Device) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from kdabench.cli import console, data, inputs, measuring
+from kdabench.cli import console, data, inputs, measuring, reviewing
 from kdabench.cli.inputs import OUT, RESULTS, DeviceChoice, Json, Out, RecordedDevice, Results, SweepFile
 
 if TYPE_CHECKING:
@@ -31,8 +31,9 @@ def run(
 ) -> None:
     """Sweep, fit, write the policy, plot and report, in one go.
 
-    Everything goes to OUT/<sweep>: policy.py, plots and regret.txt. Without a GPU the recorded measurements are
-    replayed, and every output says so. Nothing in the recorded results changes; that takes export and emit.
+    Everything goes to OUT/<sweep>: policy.py, plots, regret.txt and report.html. Without a GPU the recorded
+    measurements are replayed, and every output says so. Nothing in the recorded results changes; that takes export and
+    emit.
 
     \b
     Examples:
@@ -57,6 +58,10 @@ def run(
         held = held_back(results / target.slug)
     outcome = _fitted(summary, envs, held)
     written = _write(outcome, plan, summary, target, folder)
+    fitted = None if outcome.policy is None or outcome.evidence is None else (outcome.policy, outcome.evidence)
+    page = reviewing.of_run(plan, summary, target, envs, fitted or str(outcome.why_not), written, results)
+    written.append(folder / "report.html")
+    reviewing.write(page, written[-1])
     if as_json:
         console.emit_json(
             {
