@@ -723,9 +723,6 @@ def current() -> Thread:
     return _running
 
 
-_me = current
-
-
 def _shuffle(place: str, source: Callable[[int, Any], int]) -> Callable[..., Any]:
     def shuffle(value: Any, offset: Any, mask_and_clamp: int = 31, **_: Any) -> Any:
         keep = mask_and_clamp >> 8 & 31  # lane bits that stay

@@ -174,3 +174,10 @@ def require_writable(folder: Path) -> None:
         console.fail(console.describe(error))
     if not os.access(folder, os.W_OK):
         console.fail(f"{folder}: not writable")
+
+
+def default_schedule() -> dict[str, Any]:
+    """KdaSplit's own, in full."""
+    from kda_kernels import variants
+
+    return variants.spec_dict(variants.make_spec("KdaSplit", {}))

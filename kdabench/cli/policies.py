@@ -95,21 +95,14 @@ def _fitted(summary: Summary, envs: Mapping[str, Mapping[str, Any]], held: Mappi
     from kdabench.regret import FitError
 
     try:
-        return _Outcome(*fit(summary.records, envs, default_schedule=_default_schedule(), held=held))
+        return _Outcome(*fit(summary.records, envs, default_schedule=inputs.default_schedule(), held=held))
     except FitError as error:
         return _Outcome(why_not=str(error))
 
 
-def _default_schedule() -> dict[str, Any]:
-    """KdaSplit's own."""
-    from kda_kernels import variants
-
-    return variants.spec_dict(variants.make_spec("KdaSplit", {}))
-
-
 def _certifying(results: Path) -> dict[str, Any] | None:
     """The default schedule where a module's header compares with it: beside held-out cells. Else nothing is loaded."""
-    return _default_schedule() if any(results.glob("*/holdout.jsonl")) else None
+    return inputs.default_schedule() if any(results.glob("*/holdout.jsonl")) else None
 
 
 def _write(outcome: _Outcome, plan: Sweep, summary: Summary, target: inputs.Device, folder: Path) -> list[Path]:
@@ -170,7 +163,7 @@ def fit(
     from kdabench import fit as fits
     from kdabench.cli import evidence
 
-    default = _default_schedule()
+    default = inputs.default_schedule()
     with console.user_input():
         if len(source) == 1 and not Path(source[0]).suffix:
             from kdabench import device

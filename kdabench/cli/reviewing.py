@@ -355,12 +355,6 @@ def write(subject: Subject, path: Path) -> None:
     write_atomic(path, render(subject))
 
 
-def _default_schedule() -> dict[str, Any]:
-    from kda_kernels import variants
-
-    return variants.spec_dict(variants.make_spec("KdaSplit", {}))
-
-
 def _fit_device(home: Path) -> tuple[Fitted | str, str | None]:
     """What a device's records give, or why not, and the text of that policy's module."""
     from kdabench import certificate, emit, regret
@@ -368,7 +362,7 @@ def _fit_device(home: Path) -> tuple[Fitted | str, str | None]:
     from kdabench.report import Fitted
 
     try:
-        found = emit.regenerate(home, _default_schedule())
+        found = emit.regenerate(home, inputs.default_schedule())
     except (regret.FitError, RecordError) as error:
         return str(error), None
     changes = None
@@ -384,7 +378,7 @@ def _fit_journal(found: _Source, held: Mapping[str, str]) -> tuple[Fitted | str,
 
     (records,) = found.files.values()
     try:
-        policy, evidence = fit.fit(records, found.envs, default_schedule=_default_schedule(), held=held)
+        policy, evidence = fit.fit(records, found.envs, default_schedule=inputs.default_schedule(), held=held)
     except regret.FitError as error:
         return str(error), None
     return Fitted(policy, evidence), emit.emit(policy, evidence)

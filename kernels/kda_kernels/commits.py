@@ -132,7 +132,7 @@ class Flush:
         assert caches.corrections is not None
         assert caches.key_gates is not None
         assert weights.lower_bound is not None
-        self._state, self._pending, device = caches.state, caches.pending, caches.state.device
+        self._state, device = caches.state, caches.state.device
         heads, self._tokens = caches.state.shape[1], caches.corrections.shape[2]
         self._source, self._length, self._destination = torch.zeros(3, requests, dtype=torch.int32, device=device)
         states, corrections, key_gates = (caches.state,), (caches.corrections,), (caches.key_gates,)
