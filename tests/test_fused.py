@@ -239,7 +239,7 @@ def _special(register: str) -> Any:
 
 @pytest.fixture(scope="module")
 def emulated() -> Iterator[ModuleType]:
-    module = simt.load("arguments", "blocks", "split", "chunked", "fused")["fused"]
+    module = simt.load("arguments", "blocks", "split", "chunked", "wide", "fused")["fused"]
     module.arch.__dict__.update(
         inline_ptx=_inline_ptx,
         mbarrier_init=_init,
@@ -279,7 +279,8 @@ def run_step(m: ModuleType, of: Problem, spec: Any, operands: StepOperands, seed
 
             def run(cta: simt._Cta, errors: list[BaseException] = errors, used: list[int] = used) -> None:
                 try:
-                    used.append(simt._run_cta(cta, m.kda_fused, (A, p)))
+                    kernel = m.kda_fused_lines if isinstance(p, m.LinesPlan) else m.kda_fused
+                    used.append(simt._run_cta(cta, kernel, (A, p)))
                 except BaseException as error:
                     errors.append(error)
 
@@ -332,7 +333,14 @@ CASES: dict[str, tuple[Problem, fused.Spec, dict[str, Any]]] = {
     "2, late, all counts": (problem(2), fused.Spec(fold="late", gate_mode=1), {"pending": (0, 1, 2, 7, -2)}),
     "4, after the projection": (problem(4), fused.Spec(state_first=False), {"pending": (4,), "inputs": "generic"}),
     "4, lines": (problem(4), LINES, {"pending": (3, 0)}),
-    "5, lines": (problem(5), LINES, {"pending": (5,)}),
+    "5, lines, window-major": (problem(5, conv_layout="window-major"), LINES, {"pending": (5,)}),
+    "8, two lines at a time": (problem(), replace(LINES, ctas_per_sm=3, records="pending"), {"pending": (6,)}),
+    "7, lines, a ninth warp": (problem(7), replace(LINES, threads=288, stream_stores=True), {"pending": (7,)}),
+    "2, lines, any layout, a ninth warp": (
+        problem(2, conv_layout="window-major"),
+        replace(LINES, threads=288, ctas_per_sm=3, streamable=False, conv_weight_dtype="bf16", gate_mode=1),
+        {"pending": (1, 0), "conv_bias": False},
+    ),
     "5, any layout": (
         problem(5, conv_layout="window-major"),
         fused.Spec(streamable=False, conv_weight_dtype="bf16"),
