@@ -94,8 +94,8 @@ class Spec:
     """Compile-time choices, and `pdl` of the launch.
 
     gate_mode          0: one chain of 8 tensor-core accumulations; 1: four chains of 2, summed in order
-    arrivals           of a warp where it hands on: its first lane's behind a meeting of the warp, or every thread's own,
-                       which race detectors follow
+    arrivals           of a warp where it hands on: one lane's behind a meeting of the warp, or every thread's, the
+                       form that race detectors follow
     terms              BF16 terms that a record's vectors are split in; 1 only with a BF16 state
     conv_weight_dtype  of convolution weight and bias
     window             entries W of a dim-first window; None: those of the problem

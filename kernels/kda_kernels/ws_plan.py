@@ -313,13 +313,19 @@ def advance(stage: Int32, phase: Int32, stages: cutlass.Constexpr) -> tuple[Int3
 
 @cute.jit
 def arrive(barrier: cute.Pointer, lane: Int32, P: cutlass.Constexpr) -> None:
-    """The warp's arrivals, behind all that its lanes have done."""
+    """The warp meets and arrives, behind all that its lanes have done."""
+    arch.sync_warp()
     if const_expr(P.arrivals == 32):
         arch.mbarrier_arrive(barrier)
     else:
-        arch.sync_warp()
         if lane == 0:
             arch.mbarrier_arrive(barrier)
+
+
+@cute.jit
+def request_after(item: Item, steps: Int32) -> Int32:
+    """The request of the item that many steps after one in its block of the walk; past it, one of the block's too."""
+    return item.first + (item.request - item.first + steps) % item.size
 
 
 @cute.jit
@@ -329,7 +335,7 @@ def load_numbers(A: Arguments, numbers: cute.Tensor, item: Item, lane: Int32, P:
 
     A CTA's items lie in one block of the walk. No item waits for its own numbers, which under load take a microsecond.
     """
-    request = item.first + (item.request - item.first + lane) % item.size
+    request = request_after(item, lane)
     row = A.slots + Int64(request) * A.slots_stride * 4
     numbers[0] = blocks.at(Int32, row, Int32(0))
     if const_expr(P.kind == "record"):
