@@ -33,9 +33,10 @@ itself, so that no barrier of the CTA stands before them:
   gate      as above, and on to the record, which nobody needs any more
   convolve  q, k, v of all tokens on six warps; weigh, on two others
   build     norms, and the 2q vectors as fragments
-  solve     A and B, T and C; with threads=288 by a ninth warp that has no part of the state
+  solve     A and B, T and C
   advance   each line: folded, stored by whole lines if tokens are pending, multiplied; its room goes to the next one
   finish    as above
+More than eight warps: the last one solves, while the first eight have the state, and the last two weigh.
 Source: docs/operation.md, "The same, chunked" and "Commit: folding n accepted tokens".
 """
 
@@ -87,7 +88,7 @@ class Spec:
     """Compile-time choices, and `pdl` of the launch.
 
     split              CTAs per item
-    threads            per CTA, 128 or 256; or, with source=shared, 256 or 288
+    threads            per CTA, 128 or 256; or, with source=shared, 256, 288 or 320
     gate_mode          0: one chain of 8 tensor-core accumulations; 1: four chains of 2, summed in order
     source             where state rows wait: registers; or shared memory, in lines of 128 bytes that are folded, stored
                        and multiplied one after the other (takes split=1, fold=late, state_first=False)
@@ -357,7 +358,7 @@ def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
     for name, value, allowed in (
         ("split", spec.split, split.SPLITS),
         ("source", spec.source, ("registers", "shared")),
-        ("threads", spec.threads, (256, 288) if spec.source == "shared" else (128, 256)),
+        ("threads", spec.threads, (256, 288, 320) if spec.source == "shared" else (128, 256)),
         ("gate_mode", spec.gate_mode, (0, 1)),
         ("fold", spec.fold, ("early", "late")),
         ("records", spec.records, ("all", "pending")),
@@ -372,6 +373,11 @@ def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
     if spec.source == "shared":
         if spec.split > 1 or spec.fold == "early" or spec.state_first or spec.bypass_l1:
             return "source=shared takes split=1, fold=late, state_first=False, bypass_l1=False"
+        most = 3 if spec.threads == 256 or (spec.threads == 288 and problem.tokens <= 4) else 2
+        if spec.ctas_per_sm > most:
+            return (
+                f"threads={spec.threads} ctas_per_sm={spec.ctas_per_sm}: too few registers for {problem.tokens} tokens"
+            )
     if spec.window is not None and not problem.tokens + 2 <= spec.window <= 16:
         return f"window={spec.window} must lie in {problem.tokens + 2}..16"
     if problem.requests > 65_535:
@@ -773,8 +779,8 @@ def kda_fused_lines(A: Arguments, P: cutlass.Constexpr) -> None:
             arch.sync_threads()
         if warp == P.warps - 1:
             if const_expr(P.warps > chunked.WARPS):
-                for step in range_constexpr(chunked.STEPS):
-                    chunked.token_products(M.fragments, M.partials, Int32(step), lane, P)
+                for step in cutlass.range(chunked.STEPS, unroll=4):
+                    chunked.token_products(M.fragments, M.partials, step, lane, P)
                 arch.sync_warp()
             beta = blocks.sigmoid(M.beta[at.head % 2, min(lane % P.slots, P.tokens - 1)].to(Float32))
             chunked.solve(M.partials, M.pairs, M.matrix, M.solution, beta, lane, P)
@@ -790,7 +796,7 @@ def kda_fused_lines(A: Arguments, P: cutlass.Constexpr) -> None:
                 if const_expr(P.staged < P.lines):
                     if line + P.staged < P.lines:
                         arch.sync_warp()
-                        ask_line(M, state, line + P.staged, at, P)
+                        ask_line(M, state, line + P.staged, again(A), P)
                 arch.cp_async_commit_group()
         arch.sync_threads()
 
@@ -1137,8 +1143,8 @@ def fold(A: Arguments, S: cute.Tensor, M: cutlass.Constexpr, page: Int32, n: Int
     """S e^{L_n} + U K of this thread's cells, in place and to the page.
 
     A cell's columns 0, 1 and 2, 3 of both rows are each what an m16n8 accumulator has on this lane. The K axis holds
-    tokens: up to eight as (hi, lo) of the corrections, with the keys' hi and then their lo; up to four as (hi, lo, hi,
-    lo) against (hi, hi, lo, lo).
+    tokens: up to eight against (hi, lo) of the keys, as hi of the corrections twice, then as lo of them; up to four as
+    (hi, lo, hi, lo) against (hi, hi, lo, lo).
     """
     at = here(A, P)
     lane, part = at.lane, at.warp // P.row_tiles
@@ -1179,11 +1185,8 @@ def fold_cell(
     for half in range_constexpr(2):
         i, j = 2 * half, 2 * half + 1
         sums = (x[i] * scale[i], x[j] * scale[j], y[i] * scale[i], y[j] * scale[j])
-        if const_expr(P.slots == 8):
-            sums = blocks.mma_16816(sums, u, (keys[i], keys[i]))
-            sums = blocks.mma_16816(sums, u, (keys[j], keys[j]))
-        else:
-            sums = blocks.mma_16816(sums, u, (keys[i], keys[j]))
+        for part in range_constexpr(len(u) // 4):
+            sums = blocks.mma_16816(sums, u[4 * part : 4 * part + 4], (keys[i], keys[j]))
         x[i], x[j], y[i], y[j] = sums
 
 
@@ -1225,6 +1228,10 @@ def advance_line(
         chunked.multiply_cell(sums, _words(x), _words(y), M.fragments, 2 * line + half, lane, P)
     if n > 0:
         arch.sync_warp()
+        # Asked for anew, so that nothing but the state's address is kept in registers for it.
+        tid = blocks.special("%tid.x")
+        warp, lane = tid // 32, tid % 32
+        cells = slot + 512 * warp
         rows = state + Int64((16 * warp + lane // 8) * _ROW_BYTES + line * 128 + lane % 8 * 16)
         target = cute.make_tensor(
             cute.make_ptr(Float32, rows, GMEM, assumed_align=16), cute.make_layout((4, 4), stride=(1, 4 * HEAD_DIM))
@@ -1271,18 +1278,21 @@ def load_corrections(u: cute.Tensor, record: split.Record, warp: Int32, lane: In
 
 @cute.jit
 def corrections_fragment(u: cute.Tensor, n: Int32, lane: Int32, P: cutlass.Constexpr) -> tuple[Uint32, ...]:
-    """u: (row, token) of the lane's two rows and its two tokens, `chunked.first_token` and the next."""
+    """A fragments, one or two, of `fold`.
+
+    u: (row, token) of the lane's two rows and its two tokens, `chunked.first_token` and the next
+    """
     token = chunked.first_token(lane, P)
     for side in range_constexpr(2):
         for row in range_constexpr(2):
             u[row, side] = u[row, side] if token + side < n else Float32(0)
     high_x, low_x = chunked.split_rounded(u[0, 0], u[0, 1])
     high_y, low_y = chunked.split_rounded(u[1, 0], u[1, 1])
-    if const_expr(P.slots == 4):
-        high_x = high_x if lane % 4 < 2 else low_x
-        high_y = high_y if lane % 4 < 2 else low_y
-        low_x, low_y = high_x, high_y
-    return high_x, high_y, low_x, low_y
+    if const_expr(P.slots == 8):
+        return high_x, high_y, high_x, high_y, low_x, low_y, low_x, low_y
+    x = high_x if lane % 4 < 2 else low_x
+    y = high_y if lane % 4 < 2 else low_y
+    return x, y, x, y
 
 
 @cute.jit
