@@ -713,8 +713,8 @@ def channels_of(A: Arguments, item: Item, t: Int32, channel: Int32, P: cutlass.C
 def add_parts(
     A: Arguments, M: cutlass.Constexpr, results: cute.Tensor, value_stage: Int32, tid: Int32, P: cutlass.Constexpr
 ) -> None:
-    """A and B [s, column] from their partial sums, to the place of the first; rk and rq of a token, behind its beta. In
-    the same order every time.
+    """A and B [s, column] from their partial sums, to the place of the first; beta of a token, from its raw one, and
+    behind it rk and rq. In the same order every time.
     """
     partial = cute.make_tensor(
         results.iterator + P.columns * RESULT_PITCH,
@@ -731,6 +731,8 @@ def add_parts(
         words = sums_of(M, value_stage, t, P)
         inverse = blocks.rsqrt(total_of(words, which) + Float32(_KEY_EPS))
         words[P.sums * PROLOGUE + 1 + which] = inverse * A.scale if which == 1 else inverse
+        if which == 0:
+            words[P.sums * PROLOGUE] = blocks.sigmoid(words[P.sums * PROLOGUE])
 
 
 @cute.jit

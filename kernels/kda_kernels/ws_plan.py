@@ -137,7 +137,9 @@ class Plan:
 
     @property
     def sum_words(self) -> int:
-        """Of a token: each sum's part from every warp of the prologue; then beta, and room for rk and rq."""
+        """Of a token: each sum's part from every warp of the prologue; then beta, in the chunked form from the prologue
+        raw, and room for rk and rq.
+        """
         return PROLOGUE * self.sums + 4
 
     @property

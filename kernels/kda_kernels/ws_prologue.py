@@ -161,8 +161,10 @@ def prologue(
             else:
                 step_vectors(M, x, window, logs, sums, stage, L, P)
             if warp == 0 and lane < P.tokens:
-                beta = f_a[lane * BOTTLENECK_PITCH + HEAD_DIM + (work.head & 1)]
-                sums[lane * P.sum_words + PROLOGUE * P.sums] = blocks.sigmoid(beta.to(Float32))
+                beta = f_a[lane * BOTTLENECK_PITCH + HEAD_DIM + (work.head & 1)].to(Float32)
+                if const_expr(not P.chunked):
+                    beta = blocks.sigmoid(beta)
+                sums[lane * P.sum_words + PROLOGUE * P.sums] = beta
         arrive(M.vectors_full + stage, lane, P)
         if work.slot > 0:
             store_window(A, window, work, L, P)
