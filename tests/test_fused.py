@@ -465,14 +465,18 @@ def test_sizes_and_launch_options_share_one_binary() -> None:
     assert (first.pdl, second.pdl) == (False, True)
 
 
-@pytest.mark.parametrize(("tokens", "fold_mmas"), [(4, 16), (8, 32)])
-def test_the_state_stays_in_registers(tokens: int, fold_mmas: int, tmp_path: Path) -> None:
+def disassembled(spec: fused.Spec, tokens: int, folder: Path) -> str:
     import triton
 
-    path = tmp_path / "fused.cubin"
-    path.write_bytes(fused.compile(problem(tokens), fused.Spec(), H200).binary.image)
+    path = folder / "fused.cubin"
+    path.write_bytes(fused.compile(problem(tokens), spec, H200).binary.image)
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    sass = subprocess.run([tool, "-c", path], check=True, capture_output=True, text=True).stdout
+    return subprocess.run([tool, "-c", path], check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize(("tokens", "fold_mmas"), [(4, 16), (8, 32)])
+def test_the_state_stays_in_registers(tokens: int, fold_mmas: int, tmp_path: Path) -> None:
+    sass = disassembled(fused.Spec(), tokens, tmp_path)
     assert not re.findall(r"\b(?:STL|LDL)\b", sass)
     # Gate, A and B, state, T and C.
     tiles = tokens // 4
@@ -482,6 +486,15 @@ def test_the_state_stays_in_registers(tokens: int, fold_mmas: int, tmp_path: Pat
     assert len(loads) == 16
     assert max(loads) < re.search(r"\bBAR\.SYNC", sass).start()  # type: ignore[union-attr]
     assert len(re.findall(r"\bSTG\.E\.128\b", sass)) >= 16
+
+
+@pytest.mark.parametrize("spec", [LINES, replace(LINES, ctas_per_sm=3), fused.Spec(), fused.Spec(4, 128)])
+@pytest.mark.parametrize("tokens", [4, 8])
+def test_no_load_waits_for_the_count_of_pending_tokens(spec: fused.Spec, tokens: int, tmp_path: Path) -> None:
+    before = disassembled(spec, tokens, tmp_path).split("BAR.SYNC")[0]
+    count = list(re.finditer(r"\bLDG\.E (R\d+),", before))[-1]  # of words the last one
+    last = max(m.end() for m in re.finditer(r"\b(?:LDG\.E\.(?:64|128)|LDGSTS)\S*", before))
+    assert not re.search(rf"\b{count[1]}\b", before[count.end() : last])
 
 
 class _Recorder:

@@ -621,15 +621,11 @@ def kda_fused(A: Arguments, P: cutlass.Constexpr) -> None:
     inputs = A.projected + Int64(request * P.tokens) * A.pitch * 2
     first = Int64(request * P.tokens) * at.D
     if page > 0:
-        n = Int32(0)
-        if row >= 0:
-            n = min(max(blocks.at(Int32, A.pending, row), Int32(0)), Int32(P.tokens))
         record = record_of(A, row, head)
-        window = window_of(A, page, n)
         S = cute.make_rmem_tensor((4, 2, P.cells), Float32)
 
         if const_expr(P.layout == "rows"):
-            split.load_window(M, window, at, P)
+            split.load_window(M, window_of(A, page, Int32(0)), at, P)
         if const_expr(P.records == "all"):
             load_record(M, record, Int32(P.tokens), at, P)
         if const_expr(P.state_first):
@@ -637,18 +633,23 @@ def kda_fused(A: Arguments, P: cutlass.Constexpr) -> None:
         arch.griddepcontrol_wait()
         arch.griddepcontrol_launch_dependents()
         split.load_projection(M, inputs, A.pitch, at, P)
+        pending = Int32(0)
+        if row >= 0:
+            pending = blocks.at(Int32, A.pending, row)
         if const_expr(not P.state_first):
             # Keeps the state's loads behind the copies, which are waited for first.
             arch.sync_warp()
             load_rows(S, rows_of(A, page, at, P), P)
         if const_expr(P.records == "pending"):
-            load_record(M, record, n, at, P)
+            load_record(M, record, clamped(pending, P), at, P)
         if const_expr(P.layout != "rows"):
-            split.load_window(M, window, at, P)
+            split.load_window(M, window_of(A, page, clamped(pending, P)), at, P)
         arch.cp_async_commit_group()
         arch.cp_async_wait_group(0)
         arch.sync_threads()
 
+        # Not sooner: whatever stands behind its first use waits for it.
+        n = clamped(pending, P)
         # From here on places and addresses are asked for anew, so that they aren't kept beside the state.
         at = here(A, P)
         warp, lane = at.warp, at.lane
@@ -730,16 +731,17 @@ def kda_fused_lines(A: Arguments, P: cutlass.Constexpr) -> None:
     if page > 0:
         # So that nothing later waits for the weights on its behalf.
         row = blocks.pinned(row)
-        n = Int32(0)
+        pending = Int32(0)
         if row >= 0:
-            n = min(max(blocks.at(Int32, A.pending, row), Int32(0)), Int32(P.tokens))
+            pending = blocks.at(Int32, A.pending, row)
         record = wide.record_of(A, row, at)
-        window = wide.window_of(A, page, max(n - 1, Int32(0)))
-        if const_expr(P.records == "all"):
-            load_keys(M, record, Int32(P.tokens), at.tid, P)
-        else:
-            load_keys(M, record, n, at.tid, P)
-        wide.load_window(M, window, at, P)
+        asked, start = Int32(P.tokens), Int32(0)
+        if const_expr(P.records == "pending"):
+            asked = clamped(pending, P)
+        if const_expr(P.layout != "rows"):
+            start = max(clamped(pending, P) - 1, Int32(0))
+        load_keys(M, record, asked, at.tid, P)
+        wide.load_window(M, wide.window_of(A, page, start), at, P)
         arch.cp_async_commit_group()
         u = cute.make_rmem_tensor((2, 2), Float32)
         gate_weights = cute.make_rmem_tensor((2, 2, chunked.STEPS), Uint32)
@@ -756,6 +758,9 @@ def kda_fused_lines(A: Arguments, P: cutlass.Constexpr) -> None:
         arch.cp_async_wait_group(P.staged)
         arch.sync_threads()
 
+        # Not sooner: whatever stands behind its first use waits for it.
+        n = clamped(pending, P)
+        window = wide.window_of(A, page, max(n - 1, Int32(0)))
         exp_A = blocks.exp(M.A_log[0])
         if warp < chunked.WARPS:
             raw = chunked.raw_gates(gate_weights, M.f_a, lane, P.chains, P)
@@ -834,6 +839,12 @@ def again(A: Arguments) -> wide.Place:
 def results_of(A: Arguments, at: wide.Place, P: cutlass.Constexpr) -> Int64:
     address: Int64 = A.out + (Int64(blocks.special("%ctaid.y") * P.tokens) * at.D + at.channel) * 2
     return address
+
+
+@cute.jit
+def clamped(pending: Int32, P: cutlass.Constexpr) -> Int32:
+    """Tokens to fold."""
+    return min(max(blocks.pinned(pending), Int32(0)), Int32(P.tokens))
 
 
 @cute.jit
