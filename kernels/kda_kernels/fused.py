@@ -1154,8 +1154,8 @@ def fold(A: Arguments, S: cute.Tensor, M: cutlass.Constexpr, page: Int32, n: Int
     """S e^{L_n} + U K of this thread's cells, in place and to the page.
 
     A cell's columns 0, 1 and 2, 3 of both rows are each what an m16n8 accumulator has on this lane. The K axis holds
-    tokens: up to eight against (hi, lo) of the keys, as hi of the corrections twice, then as lo of them; up to four as
-    (hi, lo, hi, lo) against (hi, hi, lo, lo).
+    tokens: up to eight as (hi, lo) of the corrections, with the keys' hi and then their lo; up to four as (hi, lo, hi,
+    lo) against (hi, hi, lo, lo).
     """
     at = here(A, P)
     lane, part = at.lane, at.warp // P.row_tiles
@@ -1196,8 +1196,11 @@ def fold_cell(
     for half in range_constexpr(2):
         i, j = 2 * half, 2 * half + 1
         sums = (x[i] * scale[i], x[j] * scale[j], y[i] * scale[i], y[j] * scale[j])
-        for part in range_constexpr(len(u) // 4):
-            sums = blocks.mma_16816(sums, u[4 * part : 4 * part + 4], (keys[i], keys[j]))
+        if const_expr(P.slots == 8):
+            sums = blocks.mma_16816(sums, u, (keys[i], keys[i]))
+            sums = blocks.mma_16816(sums, u, (keys[j], keys[j]))
+        else:
+            sums = blocks.mma_16816(sums, u, (keys[i], keys[j]))
         x[i], x[j], y[i], y[j] = sums
 
 
@@ -1289,7 +1292,7 @@ def load_corrections(u: cute.Tensor, record: split.Record, warp: Int32, lane: In
 
 @cute.jit
 def corrections_fragment(u: cute.Tensor, n: Int32, lane: Int32, P: cutlass.Constexpr) -> tuple[Uint32, ...]:
-    """A fragments, one or two, of `fold`.
+    """A fragment of `fold`.
 
     u: (row, token) of the lane's two rows and its two tokens, `chunked.first_token` and the next
     """
@@ -1300,7 +1303,7 @@ def corrections_fragment(u: cute.Tensor, n: Int32, lane: Int32, P: cutlass.Const
     high_x, low_x = chunked.split_rounded(u[0, 0], u[0, 1])
     high_y, low_y = chunked.split_rounded(u[1, 0], u[1, 1])
     if const_expr(P.slots == 8):
-        return high_x, high_y, high_x, high_y, low_x, low_y, low_x, low_y
+        return high_x, high_y, low_x, low_y
     x = high_x if lane % 4 < 2 else low_x
     y = high_y if lane % 4 < 2 else low_y
     return x, y, x, y
