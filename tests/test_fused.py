@@ -23,6 +23,8 @@ from kdabench.problem import HEAD_DIM, Problem
 H200 = Gpu("sm_90a", 132)
 SHAPES = ((1, 256), (2, 256), (2, 128), (4, 256), (4, 128), (8, 256), (8, 128))
 """split, threads"""
+LINE_CHOICES: dict[str, Any] = {"source": "shared", "fold": "late", "state_first": False}
+LINES = fused.Spec(**LINE_CHOICES)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,11 +35,14 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> object:
         yield
 
 
-LINES = fused.Spec(source="shared", fold="late", state_first=False)
-
-
 def problem(tokens: int = 8, **more: Any) -> Problem:
     return Problem("replay", **{"requests": 4, "heads": 6, "tokens": tokens, "pending": "mix", **more})
+
+
+def plan(of: Problem, spec: fused.Spec) -> fused.Plan:
+    p = fused.plan(of, spec)
+    assert isinstance(p, fused.Plan)
+    return p
 
 
 @pytest.mark.parametrize(
@@ -54,6 +59,10 @@ def problem(tokens: int = 8, **more: Any) -> Problem:
         (problem(), {"ctas_per_sm": 9}, "ctas_per_sm=9 must lie in 0..8"),
         (problem(), {"source": "disk"}, "source='disk'"),
         (problem(), {"source": "shared"}, "source=shared takes split=1, fold=late"),
+        (problem(), {**LINE_CHOICES, "threads": 128}, "threads=128 is not one of 256, 288, 320"),
+        (problem(4), {**LINE_CHOICES, "ctas_per_sm": 4}, "ctas_per_sm=4: too few registers for 4 tokens"),
+        (problem(), {**LINE_CHOICES, "ctas_per_sm": 3, "window": 16}, "leave no room for ctas_per_sm=3"),
+        (problem(5), {**LINE_CHOICES, "ctas_per_sm": 3, "threads": 288}, "too few registers for 5 tokens"),
         (problem(), {"records": "some"}, "records='some'"),
         (problem(), {"conv_weight_dtype": "fp16"}, "conv_weight_dtype='fp16'"),
         (problem(), {"window": 9}, "window=9 must lie in 10..16"),
@@ -76,7 +85,7 @@ def test_unsupported(of: Problem, choices: dict[str, Any], reason: str) -> None:
 def test_supported(tokens: int, shape: tuple[int, int], layout: Any, streamable: bool) -> None:
     of, spec = problem(tokens, conv_layout=layout), fused.Spec(*shape, streamable=streamable)
     assert fused.unsupported(of, spec, H200) is None
-    p = fused.plan(of, spec)
+    p = plan(of, spec)
     assert p.row_tiles * p.column_parts == p.warps
     assert p.cells * p.column_parts == p.row_cells
     assert p.gate_warp + p.row_tiles <= p.warps
@@ -88,7 +97,7 @@ def test_supported(tokens: int, shape: tuple[int, int], layout: Any, streamable:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_threads_cover_a_state_once(shape: tuple[int, int]) -> None:
     """And a thread's columns are those of its fragments."""
-    p = fused.plan(problem(), fused.Spec(*shape))
+    p = plan(problem(), fused.Spec(*shape))
     seen: Counter[int] = Counter()
     for rank in range(p.split):
         for tid in range(p.threads):
@@ -121,7 +130,7 @@ def test_fold_fragments_have_no_bank_conflicts(slots: int) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_channels_that_are_sent_are_those_that_others_lack(shape: tuple[int, int]) -> None:
-    p = fused.plan(problem(3), fused.Spec(*shape))
+    p = plan(problem(3), fused.Spec(*shape))
     for rank in range(p.split):
         got: Counter[tuple[int, str, int, int]] = Counter()
         for sender in set(range(p.split)) - {rank}:
@@ -148,7 +157,7 @@ def test_channels_that_are_sent_are_those_that_others_lack(shape: tuple[int, int
 
 @pytest.fixture(scope="module")
 def emulated() -> ModuleType:
-    return simt_cluster.load("arguments", "blocks", "split", "chunked", "fused")["fused"]
+    return simt_cluster.load("arguments", "blocks", "split", "chunked", "wide", "fused")["fused"]
 
 
 def draw(of: Problem, spec: Any, seed: int, **choices: Any) -> tuple[Problem, StepOperands]:
@@ -185,6 +194,13 @@ CASES: dict[str, tuple[Problem, fused.Spec, dict[str, Any]]] = {
     "4, after the projection": (problem(4), fused.Spec(state_first=False), {"pending": (4,), "inputs": "generic"}),
     "4, lines": (problem(4), LINES, {"pending": (3, 0)}),
     "5, lines": (problem(5), LINES, {"pending": (5,), "unrecorded": True}),
+    "8, two lines at a time": (problem(), replace(LINES, ctas_per_sm=3, records="pending"), {"pending": (6,)}),
+    "7, lines, two more warps": (problem(7), replace(LINES, threads=320, stream_stores=True), {"pending": (7,)}),
+    "2, lines, any layout, a ninth warp": (
+        problem(2, conv_layout="window-major"),
+        replace(LINES, threads=288, ctas_per_sm=3, streamable=False, conv_weight_dtype="bf16", gate_mode=1),
+        {"pending": (1, 0), "conv_bias": False},
+    ),
     "5, any layout": (
         problem(5, conv_layout="window-major"),
         fused.Spec(streamable=False, conv_weight_dtype="bf16"),
@@ -205,7 +221,7 @@ def test_emulation_agrees_with_the_reference(emulated: ModuleType, case: str) ->
 
 def test_emulation_notices_a_missing_barrier(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one behind the convolution."""
-    real, passed = emulated.arch.sync_threads, Counter[int]()
+    real, passed = emulated.arch.sync_threads, Counter[Any]()
 
     def all_but_one() -> None:
         thread = id(simt.current())
@@ -263,6 +279,19 @@ def test_clusters_compile(tokens: int, shape: tuple[int, int]) -> None:
     assert_resources(fused.compile(problem(tokens), fused.Spec(*shape), H200))
 
 
+@pytest.mark.parametrize("tokens", range(2, 9))
+@pytest.mark.parametrize(("threads", "ctas"), [(256, 0), (256, 3), (288, 0), (288, 3), (320, 0)])
+def test_lines_compile(tokens: int, threads: int, ctas: int) -> None:
+    spec = replace(LINES, threads=threads, ctas_per_sm=ctas)
+    of = problem(tokens)
+    if tokens > 4 and (threads, ctas) == (288, 3):
+        assert fused.unsupported(of, spec, H200) is not None
+    else:
+        compiled = fused.compile(of, spec, H200)
+        assert_resources(compiled)
+        assert compiled.plan.ctas_per_sm == (ctas or 2)
+
+
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
 @pytest.mark.parametrize(("tokens", "shape"), [(8, (1, 256)), (4, (1, 256)), (8, (4, 128)), (8, (2, 128))])
 def test_compiles_for_blackwell(arch: str, tokens: int, shape: tuple[int, int]) -> None:
@@ -294,14 +323,18 @@ def test_sizes_and_launch_options_share_one_binary() -> None:
     assert (first.pdl, second.pdl) == (False, True)
 
 
-@pytest.mark.parametrize(("tokens", "fold_mmas"), [(4, 16), (8, 32)])
-def test_the_state_stays_in_registers(tokens: int, fold_mmas: int, tmp_path: Path) -> None:
+def disassembled(spec: fused.Spec, tokens: int, folder: Path) -> str:
     import triton
 
-    path = tmp_path / "fused.cubin"
-    path.write_bytes(fused.compile(problem(tokens), fused.Spec(), H200).binary.image)
+    path = folder / "fused.cubin"
+    path.write_bytes(fused.compile(problem(tokens), spec, H200).binary.image)
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    sass = subprocess.run([tool, "-c", path], check=True, capture_output=True, text=True).stdout
+    return subprocess.run([tool, "-c", path], check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize(("tokens", "fold_mmas"), [(4, 16), (8, 32)])
+def test_the_state_stays_in_registers(tokens: int, fold_mmas: int, tmp_path: Path) -> None:
+    sass = disassembled(fused.Spec(), tokens, tmp_path)
     assert not re.findall(r"\b(?:STL|LDL)\b", sass)
     # Gate, A and B, state, T and C.
     tiles = tokens // 4
@@ -311,6 +344,15 @@ def test_the_state_stays_in_registers(tokens: int, fold_mmas: int, tmp_path: Pat
     assert len(loads) == 16
     assert max(loads) < re.search(r"\bBAR\.SYNC", sass).start()  # type: ignore[union-attr]
     assert len(re.findall(r"\bSTG\.E\.128\b", sass)) >= 16
+
+
+@pytest.mark.parametrize("spec", [LINES, replace(LINES, ctas_per_sm=3), fused.Spec(), fused.Spec(4, 128)])
+@pytest.mark.parametrize("tokens", [4, 8])
+def test_no_load_waits_for_the_count_of_pending_tokens(spec: fused.Spec, tokens: int, tmp_path: Path) -> None:
+    before = disassembled(spec, tokens, tmp_path).split("BAR.SYNC")[0]
+    count = list(re.finditer(r"\bLDG\.E (R\d+),", before))[-1]  # of words the last one
+    last = max(m.end() for m in re.finditer(r"\b(?:LDG\.E\.(?:64|128)|LDGSTS)\S*", before))
+    assert not re.search(rf"\b{count[1]}\b", before[count.end() : last])
 
 
 class _Recorder:

@@ -18,7 +18,9 @@ from kdabench.problem import Problem
 pytestmark = pytest.mark.gpu
 
 SHAPES = ((1, 256), (2, 256), (2, 128), (4, 256), (4, 128), (8, 256), (8, 128))
-FEW = ((1, 256), (2, 128), (4, 128))
+LINES = fused.Spec(source="shared", fold="late", state_first=False)
+FEW = (fused.Spec(), fused.Spec(2, 128), fused.Spec(4, 128), LINES, replace(LINES, threads=320))
+ALL = (*(fused.Spec(*shape) for shape in SHAPES), LINES, replace(LINES, threads=288))
 
 
 def problem(tokens: int, requests: int = 37, heads: int = 3, **more: Any) -> Problem:
@@ -56,21 +58,25 @@ def test_every_shape(shape: tuple[int, int], tokens: int, gate_mode: int, inputs
 
 
 @pytest.mark.parametrize("tokens", range(2, 9))
+@pytest.mark.parametrize("threads", [256, 288, 320])
+@pytest.mark.parametrize("ctas", [0, 3])
 @pytest.mark.parametrize("choices", [{}, {"gate_mode": 1}, {"stream_stores": True, "records": "pending"}], ids=str)
-def test_state_in_shared_memory(tokens: int, choices: dict[str, Any]) -> None:
+def test_state_in_shared_memory(tokens: int, threads: int, ctas: int, choices: dict[str, Any]) -> None:
     of = problem(tokens)
+    spec = replace(LINES, threads=threads, ctas_per_sm=ctas, **choices)
+    if (why := fused.unsupported(of, spec, current_gpu())) is not None:
+        pytest.skip(why)
     operands = make_step(of, seed=tokens, pad=64, null_requests=(0, 7, 36), inputs="generic")
-    spec = fused.Spec(source="shared", fold="late", state_first=False)
-    checked(of, replace(spec, **choices), forget_rejected(operands))
+    checked(of, spec, forget_rejected(operands))
 
 
 @pytest.mark.parametrize("heads", [1, 6, 8, 12, 24, 64, 96])
-@pytest.mark.parametrize("shape", FEW)
+@pytest.mark.parametrize("spec", FEW)
 @pytest.mark.parametrize("tokens", [4, 8])
 @pytest.mark.parametrize("pdl", [False, True])
-def test_heads_that_fill_the_machine(heads: int, shape: tuple[int, int], tokens: int, pdl: bool) -> None:
+def test_heads_that_fill_the_machine(heads: int, spec: fused.Spec, tokens: int, pdl: bool) -> None:
     of = problem(tokens, 16, heads)
-    checked(of, fused.Spec(*shape, pdl=pdl), make_step(of, seed=heads, null_requests=(3,)))
+    checked(of, replace(spec, pdl=pdl), make_step(of, seed=heads, null_requests=(3,)))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -92,7 +98,7 @@ def test_choices(shape: tuple[int, int], tokens: int, choices: dict[str, Any]) -
     checked(of, fused.Spec(*shape, **choices), forget_rejected(operands))
 
 
-@pytest.mark.parametrize("shape", FEW)
+@pytest.mark.parametrize("spec", FEW)
 @pytest.mark.parametrize("tokens", [2, 5, 8])
 @pytest.mark.parametrize("layout", ["dim-first", "window-major"])
 @pytest.mark.parametrize(
@@ -107,14 +113,14 @@ def test_choices(shape: tuple[int, int], tokens: int, choices: dict[str, Any]) -
     ids=["plain", "any strides", "longer window", "bf16 weights", "no bias"],
 )
 def test_layouts_and_weights(
-    shape: tuple[int, int],
+    spec: fused.Spec,
     tokens: int,
     layout: Any,
     change: Callable[[StepOperands], StepOperands],
     choices: dict[str, Any],
 ) -> None:
     of = problem(tokens, 5, 3, conv_layout=layout)
-    checked(of, fused.Spec(*shape, **choices), change(make_step(of, seed=2, null_requests=(1, 4))))
+    checked(of, replace(spec, **choices), change(make_step(of, seed=2, null_requests=(1, 4))))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -128,9 +134,9 @@ def test_one_count_for_all(shape: tuple[int, int], n: Any) -> None:
     checked(of, fused.Spec(*shape), operands)
 
 
-@pytest.mark.parametrize("shape", FEW)
+@pytest.mark.parametrize("spec", FEW)
 @pytest.mark.parametrize("tokens", [2, 4, 8])
-def test_records_longer_than_the_window_in_any_order(shape: tuple[int, int], tokens: int) -> None:
+def test_records_longer_than_the_window_in_any_order(spec: fused.Spec, tokens: int) -> None:
     of = problem(tokens, 6)
     o = make_step(of, seed=3)
     assert o.record_rows is not None
@@ -143,27 +149,27 @@ def test_records_longer_than_the_window_in_any_order(shape: tuple[int, int], tok
         record_rows=rows,
         pending=torch.arange(9, dtype=torch.int32, device="cuda") % (tokens + 1),
     )
-    checked(of, fused.Spec(*shape), o)
+    checked(of, spec, o)
 
 
-@pytest.mark.parametrize("shape", FEW)
+@pytest.mark.parametrize("spec", FEW)
 @pytest.mark.parametrize("bound", [-7.5, -5.0, -0.01])
-def test_gates_at_their_bounds(shape: tuple[int, int], bound: float) -> None:
+def test_gates_at_their_bounds(spec: fused.Spec, bound: float) -> None:
     """Decays that come to e^-60 over eight tokens, and such that hardly decay."""
     of = problem(8, 9, 3)
     o = make_step(of, seed=4, lower_bound=bound)
     o.dt_bias[::2] = 20
     o.dt_bias[1::4] = -20
-    checked(of, fused.Spec(*shape), o)
+    checked(of, spec, o)
 
 
-@pytest.mark.parametrize("shape", FEW)
+@pytest.mark.parametrize("spec", FEW)
 @pytest.mark.parametrize("tokens", [4, 8])
-def test_a_chain_of_steps(shape: tuple[int, int], tokens: int) -> None:
+def test_a_chain_of_steps(spec: fused.Spec, tokens: int) -> None:
     """Each step folds what the one before it recorded; every step is checked from where the kernel had come to."""
     of = problem(tokens, 2 * tokens + 2, 6)
     o = make_step(of, seed=5)
-    compiled = fused.compile(of, fused.Spec(*shape), current_gpu())
+    compiled = fused.compile(of, spec, current_gpu())
     g = torch.Generator(device="cuda").manual_seed(6)
     for step in range(20):
         fresh = make_step(of, seed=100 + step, weights=o)
@@ -176,8 +182,8 @@ def test_a_chain_of_steps(shape: tuple[int, int], tokens: int) -> None:
         assert compare.check_step(of, o, expected) is None, step
 
 
-@pytest.mark.parametrize("shape", FEW)
-def test_offsets_beyond_32_bits(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("spec", FEW)
+def test_offsets_beyond_32_bits(spec: fused.Spec) -> None:
     of = problem(2, 3, 12)
     small = make_step(of, seed=5)
     last = 2**31 // (12 * 128 * 128) + 8  # pages whose first element lies past 2^31
@@ -196,7 +202,7 @@ def test_offsets_beyond_32_bits(shape: tuple[int, int]) -> None:
         corrections=small.corrections.clone(),
         key_gates=small.key_gates.clone(),
     )
-    compiled = fused.compile(of, fused.Spec(*shape), current_gpu())
+    compiled = fused.compile(of, spec, current_gpu())
     for operands in (small, large):
         fused.launch(compiled, operands, torch.cuda.current_stream().cuda_stream)
         if operands is small:
@@ -207,12 +213,12 @@ def test_offsets_beyond_32_bits(shape: tuple[int, int]) -> None:
     assert torch.equal(window[last - used], small.conv_state[used])
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("spec", ALL)
 @pytest.mark.parametrize("tokens", [2, 8])
-def test_repeated_launches_agree(shape: tuple[int, int], tokens: int) -> None:
+def test_repeated_launches_agree(spec: fused.Spec, tokens: int) -> None:
     """A chain of launches with programmatic edges over eight layers; bits depend on the inputs alone."""
     of = problem(tokens, 33, 12)
-    compiled = fused.compile(of, fused.Spec(*shape, pdl=True), current_gpu())
+    compiled = fused.compile(of, replace(spec, pdl=True), current_gpu())
     runs = []
     for _ in range(2):
         layers = [make_step(of, seed=6 + i) for i in range(8)]

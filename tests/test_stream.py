@@ -51,6 +51,7 @@ def problem(kind: str = "record", tokens: int = 8, state_dtype: str = "fp32", **
         (problem(), {"conv_weight_dtype": "fp16"}, "conv_weight_dtype='fp16'"),
         (problem(), {"window": 9}, "window=9 must lie in 10..16"),
         (problem("decode"), {"window": 17}, "window=17 must lie in 3..16"),
+        (problem(), {"most_items": 0}, "most_items=0 must be at least 1"),
     ],
 )
 def test_unsupported(of: Problem, choices: dict[str, Any], reason: str) -> None:
@@ -103,6 +104,18 @@ def test_ctas_cover_all_items_once(heads: int, requests: int, sms: int) -> None:
     assert ctas <= 2 * sms
     assert (ctas - 1) * per < items <= ctas * per
     assert per == 1 or (per - 1) * 2 * sms < items
+    found = [items_of(cta, per, heads, requests) for cta in range(ctas)]
+    assert sorted(itertools.chain(*found)) == list(itertools.product(range(heads), range(requests)))
+
+
+@pytest.mark.parametrize(("heads", "requests"), TARGET_SIZES)
+@pytest.mark.parametrize("most", [1, 3, 1000])
+def test_ctas_of_few_items_cover_all_items_once(heads: int, requests: int, most: int) -> None:
+    items = heads * requests
+    per, ctas = stream.schedule(items, H200.sms, most)
+    assert per <= most
+    assert (ctas - 1) * per < items <= ctas * per
+    assert ctas <= 2 * H200.sms or per > most / 2
     found = [items_of(cta, per, heads, requests) for cta in range(ctas)]
     assert sorted(itertools.chain(*found)) == list(itertools.product(range(heads), range(requests)))
 
@@ -325,6 +338,10 @@ def test_launch_passes_addresses_and_sizes(monkeypatch: pytest.MonkeyPatch) -> N
     passed = Arguments(*recorder.values)
     assert (passed.projected, passed.out) == (o.projected.data_ptr(), o.out.data_ptr())
     assert (passed.heads, passed.requests, passed.per) == (3, 5, 4)
+    limited = stream.compile(of, stream.Spec(most_items=2), Gpu("sm_90a", 2))
+    assert limited.binary.image == compiled.binary.image
+    stream.launch(limited, o, 7)
+    assert recorder.grid == (8, 1, 1)
 
 
 @pytest.mark.parametrize(

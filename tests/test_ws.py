@@ -49,6 +49,7 @@ def problem(tokens: int = 8, kind: Any = None, **sizes: Any) -> Problem:
         (Problem("commit", 4, 6, 4), {}, "kind=commit"),
         (problem(), {"gate_mode": 2}, "gate_mode=2 is not one of 0, 1"),
         (problem(), {"terms": 3}, "terms=3"),
+        (problem(), {"arrivals": "lane"}, "arrivals='lane' is not one of warp, thread"),
         (problem(), {"terms": 1}, "terms=1: only record with a BF16 state"),
         (problem(4, "spec", state_dtype="bf16"), {"terms": 1}, "terms=1: only record"),
         (problem(), {"conv_weight_dtype": "fp16"}, "conv_weight_dtype='fp16'"),
@@ -111,6 +112,7 @@ def plain(jitted: Any) -> Callable[..., Any]:
 
 first_item = plain(walk.first_item)
 next_item = plain(walk.next_item)
+request_after = plain(ws_plan.request_after)
 
 
 def items_of(cta: int, per: int, heads: int, requests: int) -> list[tuple[int, int]]:
@@ -166,6 +168,21 @@ def test_ctas_keep_heads_and_neighbours_share_requests(
     pairs = [(a, b) for x, y in itertools.pairwise(found) for a, b in zip(x, y, strict=False)]
     near = sum(a[1] == b[1] and abs(a[0] - b[0]) == 1 for a, b in pairs)
     assert near >= neighbours * len(pairs)
+
+
+@pytest.mark.parametrize(("heads", "requests"), [*SIZES, (7, 300), (5, 1000)])
+@pytest.mark.parametrize("sms", [1, 5, 132])
+def test_numbers_of_many_items_are_those_of_each(heads: int, requests: int, sms: int) -> None:
+    """What a lane finds from the item that its 32 begin with is what the walk comes to."""
+    per, ctas = walk.schedule(heads * requests, sms, 2)
+    for cta in range(ctas):
+        count = min(per, heads * requests - cta * per)
+        item, begin = first_item(cta, per, heads, requests), None
+        for n in range(count):
+            begin = item if n % 32 == 0 else begin
+            assert request_after(begin, n % 32) == item.request
+            item = next_item(item, heads, requests)
+        assert all(0 <= request_after(begin, lane) < requests for lane in range(32))
 
 
 def test_schedule_refuses_nothing_to_do() -> None:
@@ -477,6 +494,7 @@ CASES: dict[str, tuple[Problem, dict[str, Any], dict[str, Any]]] = {
         {"inputs": "generic"},
     ),
     "window-major": (few("record", 5, 2, conv_layout="window-major"), {}, {"conv_bias": False}),
+    "arrivals of all threads": (few("record", 2, 3), {"arrivals": "thread"}, {}),
     "decode": (few("decode", 1, 3, conv_layout="window-major", state_dtype="bf16"), {}, {"null_requests": (1,)}),
     "spec": (few("spec", 5, 2), {}, {"null_requests": (1,)}),
 }
@@ -517,6 +535,7 @@ def test_one_cta_per_sm_and_no_spills(kind: str, tokens: int, dtype: Any, layout
     ("tokens", "choices"),
     [
         (7, {"gate_mode": 1}),
+        (8, {"arrivals": "thread"}),
         (7, {"conv_weight_dtype": "bf16", "window": 11}),
         (1, {"gate_mode": 1, "conv_weight_dtype": "bf16", "window": 10}),
     ],

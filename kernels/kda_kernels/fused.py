@@ -22,11 +22,21 @@ A cluster of `split` CTAs has an item; CTA r owns rows, channels and gate featur
   finish    corrections and outputs; RMSNorm, its sums of squares to every CTA by st.async
 A record is overwritten by the one that replaces it: every CTA has read all of the old one when it sends, and writes
 the new one when it has received.
-With source=shared the state comes by cp.async, in four lines of 128 bytes per row, each folded, multiplied and stored
-as it arrives, after all else.
 From the fold on a warp has 16 rows and, in a CTA of fewer rows than 16 per warp, a part of the columns; the parts'
 products are summed in shared memory.
 No CTA leaves before it has received all that its peers send, so none is written to after its end.
+
+With source=shared one CTA has an item, and its state comes by cp.async in lines of 128 bytes, a warp's 16 rows for
+itself, so that no barrier of the CTA stands before them:
+  load      slot, record row; vectors, projection, window, record (cp.async); gate and convolution weights and the old
+            corrections (registers); as many lines of the state as there is room for (cp.async)
+  gate      as above, and on to the record, which nobody needs any more
+  convolve  q, k, v of all tokens on six warps; weigh, on two others
+  build     norms, and the 2q vectors as fragments
+  solve     A and B, T and C
+  advance   each line: folded, stored by whole lines if tokens are pending, multiplied; its room goes to the next one
+  finish    as above
+More than eight warps: the last one solves, while the first eight have the state, and the last two weigh.
 Source: docs/operation.md, "The same, chunked" and "Commit: folding n accepted tokens".
 """
 
@@ -42,25 +52,31 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from kda_kernels import arguments, blocks, chunked, cubin, split
+from kda_kernels import arguments, blocks, chunked, cubin, split, wide
 from kda_kernels.arguments import Arguments
 from kda_kernels.gpu import Gpu
 from kda_kernels.operands import StepOperands
 from kdabench.problem import CONV_WIDTH, HEAD_DIM, Problem, ceil_div
 
 KERNELS = ("kda_fused",)
-SOURCES = ("fused.py", "arguments.py", "chunked.py", "split.py", "blocks.py", "cubin.py")
+SOURCES = ("fused.py", "arguments.py", "chunked.py", "split.py", "wide.py", "blocks.py", "cubin.py")
 
 _UNIT = 8  # bf16 elements of a 16-byte copy
 _HISTORY = CONV_WIDTH - 1
 _ROW_BYTES = 4 * HEAD_DIM  # of a state
 _WEIGHING_WARPS = 2
+_CONVOLVING_WARPS = 3 * HEAD_DIM // 2 // 32
+"""A thread of these convolves two channels, with source=shared."""
 _ALIGN = 128
 """Of every area of shared memory: a cp.async whose target lies otherwise to a sector than its source costs twice."""
 _VECTORS, _SUMS, _SOLUTION = 0, 1, 2
 """mbarriers."""
 _LOG2E = 1.4426950408889634
 _KEY_EPS = 1e-6
+_SM_SMEM = 233_472
+_RESERVED_SMEM = 1_024
+_FEWEST_LINES = 2
+"""Of a state that there must be room for at a time."""
 
 arch = cute.arch
 GMEM = cutlass.AddressSpace.gmem
@@ -72,16 +88,17 @@ class Spec:
     """Compile-time choices, and `pdl` of the launch.
 
     split              CTAs per item
-    threads            per CTA, 128 or 256
+    threads            per CTA, 128 or 256; or, with source=shared, 256, 288 or 320
     gate_mode          0: one chain of 8 tensor-core accumulations; 1: four chains of 2, summed in order
-    source             where state rows wait: registers; or shared memory, in lines of 128 bytes that are folded,
-                       multiplied and stored one after the other (takes split=1, fold=late, state_first=False)
+    source             where state rows wait: registers; or shared memory, in lines of 128 bytes that are folded, stored
+                       and multiplied one after the other (takes split=1, fold=late, state_first=False)
     fold               early: before the window's vectors are built; late: after, right before the products
     state_first        the state is asked for before the projection (and the PDL wait), not after
     records            read all tokens of a record at once, or only the pending ones, when their count is known
     bypass_l1          state loads don't allocate in L1
     stream_stores      the state is stored as streaming
-    ctas_per_sm        CTAs of an SM to compile for, which caps registers; 0: as many as never spill
+    ctas_per_sm        CTAs of an SM to compile for, which caps registers and, with source=shared, the lines of a state
+                       that there is room for at a time; 0: as many as never spill and hold whole states
     streamable         16-byte copies of projection and window (docs/operation.md, "Streamable"); False: by element
     conv_weight_dtype  of convolution weight and bias
     window             most entries of a dim-first window that is copied whole; None: those of the problem
@@ -105,19 +122,13 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Plan(chunked.Shape):
-    """What decides the code. Its repr is the cache key."""
+class Common(chunked.Shape):
+    """What decides the code in both forms. A plan's repr is the cache key."""
 
     kind: str
-    split: int
     gate_mode: int
-    source: str
-    fold: str
-    state_first: bool
     records: str
-    bypass_l1: bool
     stream_stores: bool
-    asked_ctas: int
 
     @property
     def warps(self) -> int:
@@ -126,6 +137,41 @@ class Plan(chunked.Shape):
     @property
     def chains(self) -> int:
         return 1 if self.gate_mode == 0 else 4
+
+    @property
+    def fold_places(self) -> int:
+        """Lanes whose fragments differ in `fold`: with four slots lanes t and t + 2 have the same."""
+        return 4 * self.slots
+
+    @property
+    def fold_layout(self) -> Any:
+        """Words: (hi or lo, half of a cell, place, cell)."""
+        pitch = 4 * self.fold_places + 4
+        return cute.make_layout((2, 2, self.fold_places, self.row_cells), stride=(1, 2, 4, pitch))
+
+    @property
+    def fold_bytes(self) -> int:
+        return 4 * self.row_cells * (4 * self.fold_places + 4)
+
+    @property
+    def areas(self) -> dict[str, int]:
+        """Bytes of shared memory by use."""
+        raise NotImplementedError
+
+    @property
+    def smem_bytes(self) -> int:
+        return sum(self.areas.values())
+
+
+@dataclass(frozen=True)
+class Plan(Common):
+    """source=registers."""
+
+    split: int
+    fold: str
+    state_first: bool
+    bypass_l1: bool
+    asked_ctas: int
 
     @property
     def rows(self) -> int:
@@ -162,17 +208,6 @@ class Plan(chunked.Shape):
         return ceil_div(self.tokens, self.token_groups)
 
     @property
-    def fold_places(self) -> int:
-        """Lanes whose fragments differ in `fold`: with four slots lanes t and t + 2 have the same."""
-        return 4 * self.slots
-
-    @property
-    def fold_layout(self) -> Any:
-        """Words: (hi or lo, half of a cell, place, cell)."""
-        pitch = 4 * self.fold_places + 4
-        return cute.make_layout((2, 2, self.fold_places, self.row_cells), stride=(1, 2, 4, pitch))
-
-    @property
     def sent_units(self) -> int:
         """16-byte units of a token's q, k and Gamma that a CTA sends to each other."""
         return self.rows // 2
@@ -193,7 +228,7 @@ class Plan(chunked.Shape):
             "beta": 4 * tokens,
             "old_key_gates": 4 * HEAD_DIM * tokens,
             "old_corrections": 4 * rows * tokens,
-            "fold": 4 * self.row_cells * (4 * self.fold_places + 4),
+            "fold": self.fold_bytes,
             "fold_scale": 4 * HEAD_DIM,
             "gamma": self.gamma_bytes,
             "qkv": self.qkv_bytes,
@@ -209,15 +244,9 @@ class Plan(chunked.Shape):
         }
         if self.layout == "rows":
             areas["window"] = 6 * rows * self.window
-        if self.source == "shared":
-            areas["state"] = 4 * HEAD_DIM * HEAD_DIM
         if self.column_parts > 1:
             areas["parts"] = 512 * self.tiles * self.warps
-        return {name: _ALIGN * ceil_div(size, _ALIGN) for name, size in areas.items()}
-
-    @property
-    def smem_bytes(self) -> int:
-        return sum(self.areas.values())
+        return _aligned(areas)
 
     @property
     def ctas_per_sm(self) -> int:
@@ -227,13 +256,59 @@ class Plan(chunked.Shape):
         registers = 96
         if self.cells == self.row_cells:
             registers = 128 if self.split == 1 else 168
-        return min(65_536 // (registers * self.threads), 233_472 // (self.smem_bytes + 1024))
+        return min(65_536 // (registers * self.threads), _SM_SMEM // (self.smem_bytes + _RESERVED_SMEM))
+
+
+@dataclass(frozen=True)
+class LinesPlan(Common):
+    """source=shared. staged: lines of the state that there is room for."""
+
+    staged: int
+    ctas_per_sm: int
+
+    @property
+    def split(self) -> int:
+        return 1
+
+    @property
+    def areas(self) -> dict[str, int]:
+        row, tokens = 2 * HEAD_DIM, self.tokens
+        areas = {
+            "state": self.staged * chunked.LINE_BYTES,
+            # x, f_a, the record's keys and gates; then the fragments.
+            "inputs": max(row * (3 * (self.history + tokens) + tokens + 2 * tokens), self.fragment_bytes),
+            "dt_bias": 4 * HEAD_DIM,
+            "norm_weight": 4 * HEAD_DIM,
+            "out_gate": row * tokens,
+            "A_log": 4,
+            "beta": 4 * tokens,
+            "fold": self.fold_bytes,
+            "fold_scale": 4 * HEAD_DIM,
+            # Then A and B, a part per step.
+            "gamma": max(self.gamma_bytes, self.partial_bytes),
+            "qkv": self.qkv_bytes,
+            "pairs": 4 * self.pair_floats,
+            "matrix": 8 * self.slots**2,
+            "solution": 128 * self.solution_words,
+            "squares": 4 * self.slots * chunked.WARPS,
+        }
+        if self.layout == "rows":
+            areas["window"] = 3 * row * self.window
+        return _aligned(areas)
+
+    @property
+    def fits(self) -> bool:
+        return self.ctas_per_sm * (self.smem_bytes + _RESERVED_SMEM) <= _SM_SMEM
+
+
+def _aligned(areas: dict[str, int]) -> dict[str, int]:
+    return {name: _ALIGN * ceil_div(size, _ALIGN) for name, size in areas.items()}
 
 
 @dataclass(frozen=True)
 class Compiled:
     binary: cubin.Binary
-    plan: Plan
+    plan: Plan | LinesPlan
     pdl: bool
 
     @property
@@ -241,29 +316,35 @@ class Compiled:
         return self.binary.resources
 
 
-def plan(problem: Problem, spec: Spec) -> Plan:
+def plan(problem: Problem, spec: Spec) -> Plan | LinesPlan:
     layout: Literal["rows", "taps", "any"] = "any"
     if spec.streamable:
         layout = "rows" if problem.conv_layout == "dim-first" else "taps"
     window = spec.window if spec.window is not None else problem.window
+    common: dict[str, Any] = {
+        "tokens": problem.tokens,
+        "state_dtype": problem.state_dtype,
+        "threads": spec.threads,
+        "layout": layout,
+        "window": window if layout == "rows" else 0,
+        "streamable": spec.streamable,
+        "weight_dtype": spec.conv_weight_dtype,
+        "terms": 2,
+        "kind": problem.kind,
+        "gate_mode": spec.gate_mode,
+        "records": spec.records,
+        "stream_stores": spec.stream_stores,
+    }
+    if spec.source == "shared":
+        ctas = spec.ctas_per_sm or 2
+        plans = [LinesPlan(**common, staged=staged, ctas_per_sm=ctas) for staged in range(4, _FEWEST_LINES - 1, -1)]
+        return next((p for p in plans if p.fits), plans[-1])
     return Plan(
-        tokens=problem.tokens,
-        state_dtype=problem.state_dtype,
-        threads=spec.threads,
-        layout=layout,
-        window=window if layout == "rows" else 0,
-        streamable=spec.streamable,
-        weight_dtype=spec.conv_weight_dtype,
-        terms=2,
-        kind=problem.kind,
+        **common,
         split=spec.split,
-        gate_mode=spec.gate_mode,
-        source=spec.source,
         fold=spec.fold,
         state_first=spec.state_first,
-        records=spec.records,
         bypass_l1=spec.bypass_l1,
-        stream_stores=spec.stream_stores,
         asked_ctas=spec.ctas_per_sm,
     )
 
@@ -276,9 +357,9 @@ def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
         return f"state_dtype={problem.state_dtype}: deferred steps keep an FP32 state"
     for name, value, allowed in (
         ("split", spec.split, split.SPLITS),
-        ("threads", spec.threads, (128, 256)),
-        ("gate_mode", spec.gate_mode, (0, 1)),
         ("source", spec.source, ("registers", "shared")),
+        ("threads", spec.threads, (256, 288, 320) if spec.source == "shared" else (128, 256)),
+        ("gate_mode", spec.gate_mode, (0, 1)),
         ("fold", spec.fold, ("early", "late")),
         ("records", spec.records, ("all", "pending")),
         ("conv_weight_dtype", spec.conv_weight_dtype, ("fp32", "bf16")),
@@ -292,13 +373,20 @@ def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
     if spec.source == "shared":
         if spec.split > 1 or spec.fold == "early" or spec.state_first or spec.bypass_l1:
             return "source=shared takes split=1, fold=late, state_first=False, bypass_l1=False"
+        most = 3 if spec.threads == 256 or (spec.threads == 288 and problem.tokens <= 4) else 2
+        if spec.ctas_per_sm > most:
+            return (
+                f"threads={spec.threads} ctas_per_sm={spec.ctas_per_sm}: too few registers for {problem.tokens} tokens"
+            )
     if spec.window is not None and not problem.tokens + 2 <= spec.window <= 16:
         return f"window={spec.window} must lie in {problem.tokens + 2}..16"
     if problem.requests > 65_535:
         return f"requests={problem.requests}: the grid takes at most 65535"
-    needed = plan(problem, spec).smem_bytes
-    if needed > gpu.smem_per_block:
-        return f"{needed} bytes of shared memory exceed {gpu.smem_per_block}"
+    p = plan(problem, spec)
+    if isinstance(p, LinesPlan) and not p.fits:
+        return f"{p.smem_bytes} bytes of shared memory leave no room for ctas_per_sm={p.ctas_per_sm}"
+    if p.smem_bytes > gpu.smem_per_block:
+        return f"{p.smem_bytes} bytes of shared memory exceed {gpu.smem_per_block}"
     return None
 
 
@@ -309,7 +397,7 @@ def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
         raise ValueError(f"KdaFused: {reason}")
     p = plan(problem, spec)
     binary = cubin.build(
-        _host,
+        _host_lines if isinstance(p, LinesPlan) else _host,
         lambda: (arguments.placeholder(), p),
         arch=gpu.arch,
         threads=p.threads,
@@ -336,6 +424,16 @@ def _host(A: Arguments, P: cutlass.Constexpr) -> None:
         grid=(P.split, 1, 1),
         block=(P.threads, 1, 1),
         cluster=(P.split, 1, 1),
+        min_blocks_per_mp=P.ctas_per_sm,
+        preferred_smem_carveout=100,
+    )
+
+
+@cute.jit
+def _host_lines(A: Arguments, P: cutlass.Constexpr) -> None:
+    kda_fused_lines(A, P).launch(
+        grid=(1, 1, 1),
+        block=(P.threads, 1, 1),
         min_blocks_per_mp=P.ctas_per_sm,
         preferred_smem_carveout=100,
     )
@@ -370,11 +468,11 @@ class Shared:
     squares: Any  # sums of squares of o of this CTA's tiles, as `chunked.store_squares` has them
     sums: Any  # the same of all tiles, as received
     parts: Any  # [warps, tiles, lane, 4] products, to be summed
-    state: Any  # lines as `chunked.copy_line` has them
     barriers: Any
 
 
-def allocate(P: Plan) -> Shared:
+def _viewer(P: Plan | LinesPlan) -> Any:
+    """Allocates all shared memory; the result makes a tensor of a part of an area."""
     smem = SmemAllocator()
     base = smem.allocate_tensor(Uint8, cute.make_layout(P.smem_bytes), byte_alignment=_ALIGN).iterator.toint()
     starts, offset = {}, 0
@@ -382,10 +480,15 @@ def allocate(P: Plan) -> Shared:
         starts[name] = offset
         offset += size
 
-    def view(dtype: Any, name: str, layout: Any) -> Any:
-        pointer = cute.make_ptr(dtype, base + starts[name], SMEM, assumed_align=16)
+    def view(dtype: Any, name: str, layout: Any, skip: int = 0) -> Any:
+        pointer = cute.make_ptr(dtype, base + (starts[name] + skip), SMEM, assumed_align=16)
         return cute.make_tensor(pointer, cute.make_layout(layout))
 
+    return view
+
+
+def allocate(P: Plan) -> Shared:
+    view = _viewer(P)
     x = view(BFloat16, "x", (P.rows, 3, P.history + P.tokens))
     return Shared(
         taps=view(P.conv_dtype, "taps", (P.rows, CONV_WIDTH, 3)),
@@ -413,8 +516,62 @@ def allocate(P: Plan) -> Shared:
         squares=view(Float32, "squares", P.slots * chunked.WARPS),
         sums=view(Float32, "sums", P.slots * chunked.WARPS),
         parts=view(Float32, "parts", (4, 32, P.tiles, P.warps)) if P.column_parts > 1 else None,
-        state=view(Uint8, "state", 4 * HEAD_DIM * HEAD_DIM) if P.source == "shared" else None,
         barriers=view(Int64, "barriers", 3).iterator,
+    )
+
+
+@dataclass(frozen=True)
+class SharedLines:
+    """A CTA's shared memory with source=shared: as `Shared` has it, but for what is said here."""
+
+    state: Any  # lines as `chunked.copy_line` has them
+    x: Any
+    f_a: Any
+    old_key_gates: Any
+    fragments: Any  # in the place of x, f_a and old_key_gates
+    window: Any
+    dt_bias: Any
+    norm_weight: Any
+    out_gate: Any
+    A_log: Any
+    beta: Any
+    fold: Any
+    fold_scale: Any
+    gamma: Any
+    partials: Any  # in the place of gamma
+    qkv: Any
+    pairs: Any
+    matrix: Any
+    solution: Any
+    squares: Any
+
+
+def allocate_lines(P: LinesPlan) -> SharedLines:
+    view = _viewer(P)
+    entries = P.history + P.tokens
+    x = view(BFloat16, "inputs", (HEAD_DIM, 3, entries))
+    f_a = 6 * HEAD_DIM * entries
+    return SharedLines(
+        state=view(Uint8, "state", P.staged * chunked.LINE_BYTES),
+        x=x,
+        f_a=view(BFloat16, "inputs", P.tokens * HEAD_DIM, f_a),
+        old_key_gates=view(BFloat16, "inputs", 2 * HEAD_DIM * P.tokens, f_a + 2 * HEAD_DIM * P.tokens),
+        fragments=view(Uint8, "inputs", P.fragment_bytes),
+        window=view(BFloat16, "window", 3 * HEAD_DIM * P.window) if P.layout == "rows" else x,
+        dt_bias=view(Float32, "dt_bias", HEAD_DIM),
+        norm_weight=view(Float32, "norm_weight", HEAD_DIM),
+        out_gate=view(BFloat16, "out_gate", (HEAD_DIM, P.tokens)),
+        A_log=view(Float32, "A_log", 1),
+        beta=view(BFloat16, "beta", (2, P.tokens)),
+        fold=view(Uint32, "fold", P.fold_bytes // 4),
+        fold_scale=view(Float32, "fold_scale", HEAD_DIM),
+        gamma=view(Float32, "gamma", P.gamma_bytes // 4),
+        partials=view(Float32, "gamma", P.partial_bytes // 4),
+        qkv=view(BFloat16, "qkv", P.qkv_bytes // 2),
+        pairs=view(Float32, "pairs", P.pair_floats),
+        matrix=view(Float32, "matrix", 2 * P.slots**2),
+        solution=view(Uint32, "solution", 32 * P.solution_words),
+        squares=view(Float32, "squares", P.slots * chunked.WARPS),
     )
 
 
@@ -464,15 +621,11 @@ def kda_fused(A: Arguments, P: cutlass.Constexpr) -> None:
     inputs = A.projected + Int64(request * P.tokens) * A.pitch * 2
     first = Int64(request * P.tokens) * at.D
     if page > 0:
-        n = Int32(0)
-        if row >= 0:
-            n = min(max(blocks.at(Int32, A.pending, row), Int32(0)), Int32(P.tokens))
         record = record_of(A, row, head)
-        window = window_of(A, page, n)
         S = cute.make_rmem_tensor((4, 2, P.cells), Float32)
 
         if const_expr(P.layout == "rows"):
-            split.load_window(M, window, at, P)
+            split.load_window(M, window_of(A, page, Int32(0)), at, P)
         if const_expr(P.records == "all"):
             load_record(M, record, Int32(P.tokens), at, P)
         if const_expr(P.state_first):
@@ -480,24 +633,23 @@ def kda_fused(A: Arguments, P: cutlass.Constexpr) -> None:
         arch.griddepcontrol_wait()
         arch.griddepcontrol_launch_dependents()
         split.load_projection(M, inputs, A.pitch, at, P)
-        if const_expr(not P.state_first and P.source == "registers"):
+        pending = Int32(0)
+        if row >= 0:
+            pending = blocks.at(Int32, A.pending, row)
+        if const_expr(not P.state_first):
             # Keeps the state's loads behind the copies, which are waited for first.
             arch.sync_warp()
             load_rows(S, rows_of(A, page, at, P), P)
         if const_expr(P.records == "pending"):
-            load_record(M, record, n, at, P)
+            load_record(M, record, clamped(pending, P), at, P)
         if const_expr(P.layout != "rows"):
-            split.load_window(M, window, at, P)
+            split.load_window(M, window_of(A, page, clamped(pending, P)), at, P)
         arch.cp_async_commit_group()
-        if const_expr(P.source == "shared"):
-            for line in range_constexpr(P.lines):
-                copy_line(A, M, page, line, at, P)
-                arch.cp_async_commit_group()
-            arch.cp_async_wait_group(P.lines)
-        else:
-            arch.cp_async_wait_group(0)
+        arch.cp_async_wait_group(0)
         arch.sync_threads()
 
+        # Not sooner: whatever stands behind its first use waits for it.
+        n = clamped(pending, P)
         # From here on places and addresses are asked for anew, so that they aren't kept beside the state.
         at = here(A, P)
         warp, lane = at.warp, at.lane
@@ -538,17 +690,10 @@ def kda_fused(A: Arguments, P: cutlass.Constexpr) -> None:
             if const_expr(P.column_parts == 1):
                 arch.mbarrier_arrive(M.barriers + _SOLUTION)
         sums = chunked.accumulators(P)
-        if const_expr(P.source == "shared"):
-            at = here(A, P)
-            u = old_corrections(M, n, at.warp, at.lane, P)
-            for line in range_constexpr(P.lines):
-                arch.cp_async_wait_group(P.lines - 1 - line)
-                advance_line(A, sums, M, u, page, n, line, at, P)
-        else:
-            if const_expr(P.fold == "late"):
-                if n > 0:
-                    fold(A, S, M, page, n, P)
-            multiply(sums, S, M, warp // P.row_tiles, lane, P)
+        if const_expr(P.fold == "late"):
+            if n > 0:
+                fold(A, S, M, page, n, P)
+        multiply(sums, S, M, warp // P.row_tiles, lane, P)
         if const_expr(P.column_parts == 1):
             arch.mbarrier_wait(M.barriers + _SOLUTION, 0)
             finish(A, sums, M, row, P)
@@ -566,6 +711,160 @@ def kda_fused(A: Arguments, P: cutlass.Constexpr) -> None:
         split.store_zeros(A.out + (first + at.channel) * 2, at, P)
         if const_expr(P.split > 1):
             arch.cluster_wait()
+
+
+@cute.kernel
+def kda_fused_lines(A: Arguments, P: cutlass.Constexpr) -> None:
+    at = wide.place(A)
+    _, request, _ = arch.block_idx()
+    warp, lane = at.warp, at.lane
+
+    # The slot must be the first load: behind the copies it comes back a microsecond later.
+    page = blocks.at(Int32, A.slots + Int64(request) * A.slots_stride * 4, Int32(0))
+    row = blocks.at(Int32, A.record_rows, request)
+
+    M = allocate_lines(P)
+    wide.load_vectors(A, M, at, P)
+    arch.griddepcontrol_wait()
+    arch.griddepcontrol_launch_dependents()
+    wide.load_projection(A, M, request, at, P)
+    if page > 0:
+        # So that nothing later waits for the weights on its behalf.
+        row = blocks.pinned(row)
+        pending = Int32(0)
+        if row >= 0:
+            pending = blocks.at(Int32, A.pending, row)
+        record = wide.record_of(A, row, at)
+        asked, start = Int32(P.tokens), Int32(0)
+        if const_expr(P.records == "pending"):
+            asked = clamped(pending, P)
+        if const_expr(P.layout != "rows"):
+            start = max(clamped(pending, P) - 1, Int32(0))
+        load_keys(M, record, asked, at.tid, P)
+        wide.load_window(M, wide.window_of(A, page, start), at, P)
+        arch.cp_async_commit_group()
+        u = cute.make_rmem_tensor((2, 2), Float32)
+        gate_weights = cute.make_rmem_tensor((2, 2, chunked.STEPS), Uint32)
+        taps = cute.make_rmem_tensor((2, CONV_WIDTH), P.conv_dtype)
+        bias = cute.make_rmem_tensor(2, P.conv_dtype)
+        state = page_of(A, page, at.head)
+        if warp < chunked.WARPS:
+            load_corrections(u, record, warp, lane, P)
+            wide.load_weights(A, gate_weights, taps, bias, at, P)
+        for line in range_constexpr(P.staged):
+            if warp < chunked.WARPS:
+                ask_line(M, state, Int32(line), at, P)
+            arch.cp_async_commit_group()
+        arch.cp_async_wait_group(P.staged)
+        arch.sync_threads()
+
+        # Not sooner: whatever stands behind its first use waits for it.
+        n = clamped(pending, P)
+        window = wide.window_of(A, page, max(n - 1, Int32(0)))
+        exp_A = blocks.exp(M.A_log[0])
+        if warp < chunked.WARPS:
+            raw = chunked.raw_gates(gate_weights, M.f_a, lane, P.chains, P)
+            chunked.store_gammas(raw, M.gamma, M.dt_bias, exp_A, A.lower_bound, record, warp, lane, P)
+        if warp < _CONVOLVING_WARPS:
+            chunked.convolve_with(taps, bias, M, M.qkv, window, record, at.tid, P)
+        if warp >= P.warps - _WEIGHING_WARPS:
+            weigh(M, n, exp_A, A.lower_bound, warp - (P.warps - _WEIGHING_WARPS), lane, P)
+        if const_expr(P.layout != "rows"):
+            wide.store_window(M, window, at, P)
+        arch.sync_threads()
+
+        if warp < chunked.WARPS:
+            chunked.build_fragments(M.fragments, M.qkv, M.gamma, A.scale, warp, chunked.WARPS, lane, P)
+        if const_expr(P.layout == "rows"):
+            wide.store_window(M, window, at, P)
+        arch.sync_threads()
+
+        if const_expr(P.warps == chunked.WARPS):
+            chunked.token_products(M.fragments, M.partials, warp, lane, P)
+            arch.sync_threads()
+        if warp == P.warps - 1:
+            if const_expr(P.warps > chunked.WARPS):
+                for step in cutlass.range(chunked.STEPS, unroll=4):
+                    chunked.token_products(M.fragments, M.partials, step, lane, P)
+                arch.sync_warp()
+            beta = blocks.sigmoid(M.beta[at.head % 2, min(lane % P.slots, P.tokens - 1)].to(Float32))
+            chunked.solve(M.partials, M.pairs, M.matrix, M.solution, beta, lane, P)
+
+        sums = chunked.accumulators(P)
+        if warp < chunked.WARPS:
+            old = corrections_fragment(u, n, lane, P)
+            # Rolled: the compiler would put off the products of a line until the last one has arrived.
+            for line in cutlass.range(P.lines, unroll=1):
+                arch.cp_async_wait_group(P.staged - 1)
+                slot = M.state.iterator.toint() + line % P.staged * chunked.LINE_BYTES
+                advance_line(sums, M, old, slot, state, n, line, warp, lane, P)
+                if const_expr(P.staged < P.lines):
+                    if line + P.staged < P.lines:
+                        arch.sync_warp()
+                        ask_line(M, state, line + P.staged, again(A), P)
+                arch.cp_async_commit_group()
+        arch.sync_threads()
+
+        # Asked for anew, so that less is kept in registers until here.
+        at = again(A)
+        warp, lane = at.warp, at.lane
+        o = cute.make_rmem_tensor(4, Float32)
+        if warp < chunked.WARPS:
+            v = chunked.values(M.qkv, warp, lane, P)
+            corrections, attended = chunked.finish(sums, v, M.solution, lane, P)
+            for i in range_constexpr(4):
+                o[i] = blocks.rounded(attended[i])
+            chunked.store_squares(o, M.squares, warp, lane, P)
+            if row >= 0:
+                chunked.store_corrections(corrections, wide.record_of(A, row, at).corrections, warp, lane, P)
+        arch.sync_threads()
+        if warp < chunked.WARPS:
+            factors = chunked.output_factors(M.out_gate, M.norm_weight, warp, lane, P)
+            chunked.store_outputs(o, factors, M.squares, A.eps, results_of(A, at, P), at.D, warp, lane, P)
+    else:
+        arch.cp_async_commit_group()
+        arch.cp_async_wait_group(0)
+        wide.store_zeros(results_of(A, at, P), at, P)
+
+
+@cute.jit
+def again(A: Arguments) -> wide.Place:
+    """`wide.place`, from special registers read where this stands."""
+    tid, head = blocks.special("%tid.x"), blocks.special("%ctaid.x")
+    warp = arch.make_warp_uniform(tid // 32)
+    return wide.Place(tid, warp, tid % 32, head, head * HEAD_DIM, A.heads * HEAD_DIM)
+
+
+@cute.jit
+def results_of(A: Arguments, at: wide.Place, P: cutlass.Constexpr) -> Int64:
+    address: Int64 = A.out + (Int64(blocks.special("%ctaid.y") * P.tokens) * at.D + at.channel) * 2
+    return address
+
+
+@cute.jit
+def clamped(pending: Int32, P: cutlass.Constexpr) -> Int32:
+    """Tokens to fold."""
+    return min(max(blocks.pinned(pending), Int32(0)), Int32(P.tokens))
+
+
+@cute.jit
+def load_keys(M: cutlass.Constexpr, record: split.Record, count: Int32, tid: Int32, P: cutlass.Constexpr) -> None:
+    """Keys and gates of a record's first `count` tokens."""
+    tokens = Int32(0)
+    if record.row >= 0:
+        tokens = count
+    units = 2 * HEAD_DIM // _UNIT
+    keys = M.old_key_gates.iterator.toint()
+    for i in range_constexpr(ceil_div(P.tokens * units, P.threads)):
+        unit = tid + i * P.threads
+        if unit < tokens * units:
+            blocks.copy_async(keys + unit * 16, record.key_gates + Int64(unit) * 16, 16)
+
+
+@cute.jit
+def ask_line(M: cutlass.Constexpr, state: Int64, line: Int32, at: wide.Place, P: cutlass.Constexpr) -> None:
+    cells = M.state.iterator.toint() + (line % P.staged * chunked.LINE_BYTES + 16 * at.tid)
+    chunked.copy_line(cells, state, line, at.warp, at.lane, Int64(0), False, P)
 
 
 @cute.jit
@@ -644,15 +943,10 @@ def load_record(
     M: cutlass.Constexpr, record: split.Record, count: Int32, at: split.Place, P: cutlass.Constexpr
 ) -> None:
     """Keys and gates, and this CTA's rows of the corrections, of a record's first `count` tokens."""
+    load_keys(M, record, count, at.tid, P)
     tokens = Int32(0)
     if record.row >= 0:
         tokens = count
-    units = 2 * HEAD_DIM // _UNIT
-    keys = M.old_key_gates.iterator.toint()
-    for i in range_constexpr(ceil_div(P.tokens * units, P.threads)):
-        unit = at.tid + i * P.threads
-        if unit < tokens * units:
-            blocks.copy_async(keys + unit * 16, record.key_gates + Int64(unit) * 16, 16)
     units = P.rows // 4
     corrections = M.old_corrections.iterator.toint()
     source = record.corrections + Int64(at.rank * P.rows) * 4
@@ -911,50 +1205,55 @@ def fold_cell(
 
 
 @cute.jit
-def copy_line(
-    A: Arguments, M: cutlass.Constexpr, page: Int32, line: cutlass.Constexpr, at: split.Place, P: cutlass.Constexpr
-) -> None:
-    cells = M.state.iterator.toint() + (line * chunked.LINE_BYTES + 16 * at.tid)
-    chunked.copy_line(cells, page_of(A, page, at.head), Int32(line), at.warp, at.lane, Int64(0), False, P)
-
-
-@cute.jit
 def advance_line(
-    A: Arguments,
     sums: cute.Tensor,
     M: cutlass.Constexpr,
     u: tuple[Uint32, ...],
-    page: Int32,
+    slot: Int32,
+    state: Int64,
     n: Int32,
-    line: cutlass.Constexpr,
-    at: split.Place,
+    line: Int32,
+    warp: Int32,
+    lane: Int32,
     P: cutlass.Constexpr,
 ) -> None:
-    """Fold a line of the warp's rows that `copy_line` brought, add its products, and store it by whole lines."""
-    g, t = at.lane // 4, at.lane % 4
+    """Fold a line of the warp's rows, for which each of its lanes has waited, add its products, store it if n > 0.
+
+    slot    shared address of the line's LINE_BYTES
+    state   address of the item's state
+
+    With n = 0 the fold leaves a line as it is.
+    """
+    g, t = lane // 4, lane % 4
     piece = 32 * chunked.WARPS * 16  # of the warp's rows 4j .. 4j + 3, from one j to the next
-    cells = M.state.iterator.toint() + (line * chunked.LINE_BYTES + 512 * at.warp)
+    cells = slot + 512 * warp
     arch.sync_warp()
     for half in range_constexpr(2):
+        if const_expr(half == 1 and P.tiles == 2 and P.ctas_per_sm > 2):
+            arch.sync_warp()  # both halves at once take too many registers
         first = cells + (g // 2 * piece + g % 2 * 256 + (g % 2 ^ half) * 64 + t * 16)
         x = cute.make_rmem_tensor(4, Float32)
         y = cute.make_rmem_tensor(4, Float32)
         cute.autovec_copy(_shared_cell(first), x)
         cute.autovec_copy(_shared_cell(first + 128), y)
-        if n > 0:
-            fold_cell(x, y, u, M, Int32(2 * line + half), at.lane, P)
-            cute.autovec_copy(x, _shared_cell(first))
-            cute.autovec_copy(y, _shared_cell(first + 128))
-        chunked.multiply_cell(sums, _words(x), _words(y), M.fragments, Int32(2 * line + half), at.lane, P)
+        fold_cell(x, y, u, M, 2 * line + half, lane, P)
+        cute.autovec_copy(x, _shared_cell(first))
+        cute.autovec_copy(y, _shared_cell(first + 128))
+        chunked.multiply_cell(sums, _words(x), _words(y), M.fragments, 2 * line + half, lane, P)
     if n > 0:
         arch.sync_warp()
-        rows = page_of(A, page, at.head) + Int64((16 * at.warp + at.lane // 8) * _ROW_BYTES + at.lane % 8 * 16)
-        layout = cute.make_layout((4, HEAD_DIM // 32, 4), stride=(1, 32, 4 * HEAD_DIM))
-        target = cute.make_tensor(cute.make_ptr(Float32, rows, GMEM, assumed_align=16), layout)
+        # Asked for anew, so that nothing but the state's address is kept in registers for it.
+        tid = blocks.special("%tid.x")
+        warp, lane = tid // 32, tid % 32
+        cells = slot + 512 * warp
+        rows = state + Int64((16 * warp + lane // 8) * _ROW_BYTES + line * 128 + lane % 8 * 16)
+        target = cute.make_tensor(
+            cute.make_ptr(Float32, rows, GMEM, assumed_align=16), cute.make_layout((4, 4), stride=(1, 4 * HEAD_DIM))
+        )
         for j in range_constexpr(4):
             four = cute.make_rmem_tensor(4, Float32)
-            cute.autovec_copy(_shared_cell(cells + (at.lane ^ (at.lane // 16 * 4)) * 16 + j * piece), four)
-            cute.copy(_store_atom(P), four, target[None, line, j])
+            cute.autovec_copy(_shared_cell(cells + (lane ^ (lane // 16 * 4)) * 16 + j * piece), four)
+            cute.copy(_store_atom(P), four, target[None, j])
 
 
 def _shared_cell(address: Int32) -> cute.Tensor:
@@ -970,18 +1269,44 @@ def old_corrections(
         M.old_corrections.iterator, cute.make_layout((2, P.rows // 2, P.tokens), stride=(1, 2, P.rows))
     )
     token = chunked.first_token(lane, P)
-    u = cute.make_rmem_tensor((2, 2), Float32)  # (row, token)
+    u = cute.make_rmem_tensor((2, 2), Float32)
     for side in range_constexpr(2):
         cute.autovec_copy(pairs[None, 8 * tile + lane // 4, min(token + side, P.tokens - 1)], u[None, side])
+    fragment: tuple[Uint32, ...] = corrections_fragment(u, n, lane, P)
+    return fragment
+
+
+@cute.jit
+def load_corrections(u: cute.Tensor, record: split.Record, warp: Int32, lane: Int32, P: cutlass.Constexpr) -> None:
+    """What `corrections_fragment` takes, of a warp's 16 rows, from the record."""
+    u.fill(Float32(0))
+    if record.row >= 0:
+        pairs = cute.make_tensor(
+            cute.make_ptr(Float32, record.corrections, GMEM, assumed_align=8),
+            cute.make_layout((2, HEAD_DIM // 2, P.tokens), stride=(1, 2, HEAD_DIM)),
+        )
+        token = chunked.first_token(lane, P)
+        for side in range_constexpr(2):
+            cute.autovec_copy(pairs[None, 8 * warp + lane // 4, min(token + side, P.tokens - 1)], u[None, side])
+
+
+@cute.jit
+def corrections_fragment(u: cute.Tensor, n: Int32, lane: Int32, P: cutlass.Constexpr) -> tuple[Uint32, ...]:
+    """A fragment of `fold`.
+
+    u: (row, token) of the lane's two rows and its two tokens, `chunked.first_token` and the next
+    """
+    token = chunked.first_token(lane, P)
+    for side in range_constexpr(2):
         for row in range_constexpr(2):
             u[row, side] = u[row, side] if token + side < n else Float32(0)
     high_x, low_x = chunked.split_rounded(u[0, 0], u[0, 1])
     high_y, low_y = chunked.split_rounded(u[1, 0], u[1, 1])
-    if const_expr(P.slots == 4):
-        high_x = high_x if lane % 4 < 2 else low_x
-        high_y = high_y if lane % 4 < 2 else low_y
-        low_x, low_y = high_x, high_y
-    return high_x, high_y, low_x, low_y
+    if const_expr(P.slots == 8):
+        return high_x, high_y, low_x, low_y
+    x = high_x if lane % 4 < 2 else low_x
+    y = high_y if lane % 4 < 2 else low_y
+    return x, y, x, y
 
 
 @cute.jit

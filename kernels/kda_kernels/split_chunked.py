@@ -418,9 +418,10 @@ def kda_split_chunked(A: arguments.Arguments, P: cutlass.Constexpr) -> None:
             arch.mbarrier_init(M.barriers + _VECTORS, 1)
             arch.mbarrier_init(M.barriers + _SUMS, 1)
             arch.mbarrier_init_fence()
+        arch.sync_warp()
+        if tid == 0:
             arch.mbarrier_arrive_and_expect_tx(M.barriers + _VECTORS, P.vector_bytes)
             arch.mbarrier_arrive_and_expect_tx(M.barriers + _SUMS, 4 * P.tokens * P.norm_slots)
-        arch.sync_warp()
         arch.cluster_arrive_relaxed()
 
     at = Place(tid, warp, lane, rank, head, head * HEAD_DIM + rank * P.rows, A.heads * HEAD_DIM)

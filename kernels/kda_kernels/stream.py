@@ -74,7 +74,7 @@ SMEM = cutlass.AddressSpace.smem
 
 @dataclass(frozen=True)
 class Spec:
-    """Compile-time choices, and `pdl` of the launch.
+    """Compile-time choices; `most_items` and `pdl` are of the launch.
 
     gate_mode          0: one chain of 8 tensor-core accumulations; 1: four chains of 2, summed in order
     terms              record, BF16 state: terms of the vectors in its products. 2: FP32 precision; 1: 4e-4
@@ -84,6 +84,7 @@ class Spec:
     stream_hints       decode, spec: stored states are streaming
     conv_weight_dtype  of convolution weight and bias
     window             most entries of a dim-first window; None: those of the problem
+    most_items         of a CTA: with more, CTAs come one after the other, each as an SM is ready for it; None: no limit
     pdl                programmatic dependent launch
     """
 
@@ -95,6 +96,7 @@ class Spec:
     stream_hints: bool = False
     conv_weight_dtype: Literal["fp32", "bf16"] = "fp32"
     window: int | None = None
+    most_items: int | None = None
     pdl: bool = False
 
 
@@ -191,6 +193,7 @@ class Compiled:
     plan: Plan
     sms: int
     pdl: bool
+    most_items: int | None = None
 
     @property
     def resources(self) -> cubin.Resources:
@@ -223,12 +226,15 @@ def plan(problem: Problem, spec: Spec) -> Plan:
     return next((p for p in plans if p.smem_bytes <= SMEM_BYTES), plans[-1])
 
 
-def schedule(items: int, sms: int) -> tuple[int, int]:
-    """Items per CTA, the same for all but the last, and CTAs, at most two per SM.
+def schedule(items: int, sms: int, most: int | None = None) -> tuple[int, int]:
+    """Items per CTA, the same for all but the last, and CTAs: two per SM, or more if each takes `most` items at most.
 
     Raises ValueError if a count is below one.
     """
-    return walk.schedule(items, CTAS_PER_SM * sms)
+    per, ctas = walk.schedule(items, CTAS_PER_SM * sms)
+    if most is None or per <= most:
+        return per, ctas
+    return walk.schedule(items, ceil_div(items, most))
 
 
 def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
@@ -245,6 +251,8 @@ def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
             return f"{name}={value!r} is not one of {', '.join(map(str, allowed))}"
     if spec.window is not None and not problem.tokens + 2 <= spec.window <= 16:
         return f"window={spec.window} must lie in {problem.tokens + 2}..16"
+    if spec.most_items is not None and spec.most_items < 1:
+        return f"most_items={spec.most_items} must be at least 1"
     needed, most = plan(problem, spec).smem_bytes, min(SMEM_BYTES, gpu.smem_per_block)
     if needed > most:
         return f"{needed} bytes of shared memory exceed {most}"
@@ -260,7 +268,7 @@ def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
     binary = cubin.build(
         _host, lambda: _arguments(p), arch=gpu.arch, threads=p.threads, cluster=1, sources=SOURCES, choices=p
     )
-    return Compiled(binary, p, gpu.sms, spec.pdl)
+    return Compiled(binary, p, gpu.sms, spec.pdl, spec.most_items)
 
 
 def launch(compiled: Compiled, operands: StepOperands, stream: int) -> None:
@@ -270,7 +278,7 @@ def launch(compiled: Compiled, operands: StepOperands, stream: int) -> None:
     assert o.lower_bound is not None
     if p.kind == "record" and not o.lower_bound * p.tokens >= chunked.MIN_LOG_GAMMA:
         raise ValueError(f"lower_bound={o.lower_bound} is too low for {p.tokens} tokens")
-    per, ctas = schedule(o.A_log.shape[0] * o.slots.shape[0], compiled.sms)
+    per, ctas = schedule(o.A_log.shape[0] * o.slots.shape[0], compiled.sms, compiled.most_items)
     cubin.launcher(compiled.binary).launch((ctas, 1, 1), arguments.values(o, per), stream, compiled.pdl)
 
 

@@ -65,6 +65,7 @@ from kda_kernels.ws_plan import (
     copy_async,
     fragments_of,
     get_vector,
+    load_numbers,
     number,
     pages_of,
     pair,
@@ -93,6 +94,8 @@ class Spec:
     """Compile-time choices, and `pdl` of the launch.
 
     gate_mode          0: one chain of 8 tensor-core accumulations; 1: four chains of 2, summed in order
+    arrivals           of a warp where it hands on: one lane's behind a meeting of the warp, or every thread's, the
+                       form that race detectors follow
     terms              BF16 terms that a record's vectors are split in; 1 only with a BF16 state
     conv_weight_dtype  of convolution weight and bias
     window             entries W of a dim-first window; None: those of the problem
@@ -100,6 +103,7 @@ class Spec:
     """
 
     gate_mode: int = 0
+    arrivals: Literal["warp", "thread"] = "warp"
     terms: int = 2
     conv_weight_dtype: Literal["fp32", "bf16"] = "fp32"
     window: int | None = None
@@ -134,6 +138,7 @@ def plan(problem: Problem, spec: Spec, gpu: Gpu) -> Plan:
             weight_dtype=spec.conv_weight_dtype,
             state_stages=state,
             result_stages=results,
+            arrivals=32 if spec.arrivals == "thread" else 1,
         )
 
     most = (2 if problem.kind == "record" else 3) * (1 if problem.state_dtype == "fp32" else 2)
@@ -147,6 +152,7 @@ def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
         return f"kind={problem.kind}: only decode, spec and record"
     for name, value, allowed in (
         ("gate_mode", spec.gate_mode, (0, 1)),
+        ("arrivals", spec.arrivals, ("warp", "thread")),
         ("terms", spec.terms, (1, 2)),
         ("conv_weight_dtype", spec.conv_weight_dtype, ("fp32", "bf16")),
     ):
@@ -211,15 +217,15 @@ def kda_ws(A: Arguments, P: cutlass.Constexpr) -> None:
     M = allocate(P)
     if thread == 0:
         for s in range_constexpr(BOTTLENECK_STAGES):
-            arch.mbarrier_init(M.f_a_full + s, PROLOGUE)
+            arch.mbarrier_init(M.f_a_full + s, PROLOGUE * P.arrivals)
         for s in range_constexpr(VECTOR_STAGES):
-            arch.mbarrier_init(M.vectors_full + s, PROLOGUE)
-            arch.mbarrier_init(M.vectors_empty + s, PRODUCT)
+            arch.mbarrier_init(M.vectors_full + s, PROLOGUE * P.arrivals)
+            arch.mbarrier_init(M.vectors_empty + s, PRODUCT * P.arrivals)
         for s in range_constexpr(P.result_stages):
-            arch.mbarrier_init(M.results_full + s, PRODUCT)
-            arch.mbarrier_init(M.results_empty + s, P.finishers)
+            arch.mbarrier_init(M.results_full + s, PRODUCT * P.arrivals)
+            arch.mbarrier_init(M.results_empty + s, P.finishers * P.arrivals)
         for s in range_constexpr(VALUE_STAGES):
-            arch.mbarrier_init(M.values_empty + s, P.finishers)
+            arch.mbarrier_init(M.values_empty + s, P.finishers * P.arrivals)
         arch.mbarrier_init_fence()
 
     # Zero, which the compiler must not know: loads that it takes for the same in all lanes go to a uniform register,
@@ -241,7 +247,7 @@ def kda_ws(A: Arguments, P: cutlass.Constexpr) -> None:
         set_registers(less)
         start, count = run_of(A, cta)
         if const_expr(P.chunked):
-            record_epilogue(A, M, start, count, thread - 32 * (PROLOGUE + PRODUCT), zero, P)
+            record_epilogue(A, M, start, count, thread - 32 * (PROLOGUE + PRODUCT), P)
         else:
             step_epilogue(A, M, start, count, warp - (PROLOGUE + PRODUCT), lane, zero, P)
 
@@ -344,7 +350,8 @@ def record_product(
     base = A.state + Int64((warp * 16 + lane // 4) * (HEAD_DIM * P.item_bytes) + lane % 4 * 16)
     cells = cells_of(M, P)
     item = first_loads(A, base, cells, start, count, tid, zero, P)
-    _, slot, _ = pages_of(A, item.request, zero, P)  # of that item
+    numbers = cute.make_rmem_tensor(P.numbers, Int32)
+    load_numbers(A, numbers, start, lane, P)
     arch.griddepcontrol_wait()
     arch.griddepcontrol_launch_dependents()
     arch.sync_threads()
@@ -354,10 +361,13 @@ def record_product(
     for n in cutlass.range(count, unroll=1):
         stage, phase = turn(n, VECTOR_STAGES)
         result_stage, result_phase = turn(n, P.result_stages)
-        refill = slot if n + P.state_stages < count else Int32(0)
+        later = n + P.state_stages
+        slot = arch.shuffle_sync(numbers[0], later % 32)
+        refill = slot if later < count else Int32(0)
         page = page_of(A, base, slot, item.head, P)
         item = walk.next_item(item, A.heads, A.requests)
-        _, slot, _ = pages_of(A, item.request, zero, P)
+        if (later + 1) % 32 == 0 and later + 1 < count:
+            load_numbers(A, numbers, item, lane, P)
 
         arch.mbarrier_wait(M.vectors_full + stage, phase)
         fragments = fragments_of(M, stage, P)
@@ -385,11 +395,11 @@ def record_product(
             if refill > 0:
                 load_group(cells, page, group, state_stage, tid, P)
             arch.cp_async_commit_group()
-        arrive(M.vectors_empty + stage, lane)
+        arrive(M.vectors_empty + stage, lane, P)
 
         arch.mbarrier_wait(M.results_empty + result_stage, result_phase ^ 1)
         put_results(stage_of(M.results, result_stage, P.result_stages), sums, corrections, coefficients, warp, lane, P)
-        arrive(M.results_full + result_stage, lane)
+        arrive(M.results_full + result_stage, lane, P)
         state_stage, _ = advance(state_stage, Int32(0), P.state_stages)
 
 
@@ -532,10 +542,10 @@ def step_product(
             if lane % 2 == 0:
                 results[t * HEAD_DIM + own] = rq * (y + u * rk * kq)
             if t == P.tokens - 1:
-                arrive(M.results_full + result_stage, lane)
+                arrive(M.results_full + result_stage, lane, P)
             update(S, words, u * rk, lane, P)
             if t == P.tokens - 1:
-                arrive(M.vectors_empty + stage, lane)
+                arrive(M.vectors_empty + stage, lane, P)
             if live and target > 0:
                 store_state(S, page_of(A, base, target, head, P), P)
             target = upcoming
@@ -639,23 +649,24 @@ def update(S: cute.Tensor, words: cute.Tensor, correction: Float32, lane: Int32,
 
 @cute.jit
 def record_epilogue(
-    A: Arguments, M: cutlass.Constexpr, start: Item, count: Int32, tid: Int32, zero: Int32, P: cutlass.Constexpr
+    A: Arguments, M: cutlass.Constexpr, start: Item, count: Int32, tid: Int32, P: cutlass.Constexpr
 ) -> None:
-    """Thread = state row in the substitution, 8 channels of a token in the norm."""
+    """Thread = state row in the substitution, 8 channels of a token in the norm. Gates come an item ahead."""
     lane = tid % 32
     t, unit = min(tid // 16, P.tokens - 1), tid % 16
+    numbers = cute.make_rmem_tensor(P.numbers, Int32)
+    load_numbers(A, numbers, start, lane, P)
     arch.griddepcontrol_wait()
     arch.griddepcontrol_launch_dependents()
+    gates = get_vector(BFloat16, channels_of(A, start, t, unit * UNIT, P)[0], UNIT)
     arch.sync_threads()
 
     item = start
     value_stage = Int32(0)
     for n in cutlass.range(count, unroll=1):
         result_stage, result_phase = turn(n, P.result_stages)
-        slot, _, _ = pages_of(A, item.request, zero, P)
-        record = blocks.at(Int32, A.record_rows + Int64(item.request) * 4, zero)
-        gate_address, target = channels_of(A, item, t, unit * UNIT, P)
-        gates = get_vector(BFloat16, gate_address, UNIT)
+        slot, record = arch.shuffle_sync(numbers[0], n % 32), arch.shuffle_sync(numbers[1], n % 32)
+        _, target = channels_of(A, item, t, unit * UNIT, P)
 
         arch.mbarrier_wait(M.results_full + result_stage, result_phase)
         result = cute.make_rmem_tensor(UNIT, BFloat16)
@@ -676,14 +687,17 @@ def record_epilogue(
             for i in range_constexpr(2):
                 cute.autovec_copy(outputs[None, i, unit, t], o[None, i])
             normalize(o, gates, norm, result, A.eps, 16)
-        arrive(M.results_empty + result_stage, lane)
-        if lane == 0:
-            arch.mbarrier_arrive(M.values_empty + value_stage)
+        arrive(M.results_empty + result_stage, lane, P)
+        arrive(M.values_empty + value_stage, lane, P)
         if tid < 16 * P.tokens:
             put_vector(result, target)
 
         value_stage, _ = advance(value_stage, Int32(0), VALUE_STAGES)
         item = walk.next_item(item, A.heads, A.requests)
+        if n + 1 < count:
+            gates.store(get_vector(BFloat16, channels_of(A, item, t, unit * UNIT, P)[0], UNIT).load())
+            if (n + 1) % 32 == 0:
+                load_numbers(A, numbers, item, lane, P)
 
 
 @cute.jit
@@ -699,8 +713,8 @@ def channels_of(A: Arguments, item: Item, t: Int32, channel: Int32, P: cutlass.C
 def add_parts(
     A: Arguments, M: cutlass.Constexpr, results: cute.Tensor, value_stage: Int32, tid: Int32, P: cutlass.Constexpr
 ) -> None:
-    """A and B [s, column] from their partial sums, to the place of the first; rk and rq of a token, behind its beta. In
-    the same order every time.
+    """A and B [s, column] from their partial sums, to the place of the first; beta of a token, from its raw one, and
+    behind it rk and rq. In the same order every time.
     """
     partial = cute.make_tensor(
         results.iterator + P.columns * RESULT_PITCH,
@@ -717,6 +731,8 @@ def add_parts(
         words = sums_of(M, value_stage, t, P)
         inverse = blocks.rsqrt(total_of(words, which) + Float32(_KEY_EPS))
         words[P.sums * PROLOGUE + 1 + which] = inverse * A.scale if which == 1 else inverse
+        if which == 0:
+            words[P.sums * PROLOGUE] = blocks.sigmoid(words[P.sums * PROLOGUE])
 
 
 @cute.jit
@@ -829,7 +845,7 @@ def step_epilogue(
         rounded = cute.make_rmem_tensor((4, len(tokens)), Float32)
         for i in range_constexpr(len(tokens)):
             cute.autovec_copy(results[None, lane, tokens[i]], rounded[None, i])
-        arrive(M.results_empty + result_stage, lane)
+        arrive(M.results_empty + result_stage, lane, P)
         rounded.store(rounded.load().to(BFloat16).to(Float32))
         for i in range_constexpr(len(tokens)):
             result = cute.make_rmem_tensor(4, BFloat16)

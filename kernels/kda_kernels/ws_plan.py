@@ -12,6 +12,7 @@ from cutlass.memory import SmemAllocator
 
 from kda_kernels import blocks
 from kda_kernels.arguments import Arguments
+from kda_kernels.walk import Item
 from kdabench.problem import CONV_WIDTH, HEAD_DIM, StateDtype, ceil_div
 
 PROLOGUE, PRODUCT, EPILOGUE = 8, 8, 4
@@ -52,8 +53,9 @@ GMEM = cutlass.AddressSpace.gmem
 class Plan:
     """What decides the code: the problem's compile-time part and the Spec's. Its repr is the cache key.
 
-    layout   of the window: rows = dim-first, taps = window-major
-    window   entries of a `rows` window
+    layout     of the window: rows = dim-first, taps = window-major
+    window     entries of a `rows` window
+    arrivals   of a warp on an mbarrier: 1, of a lane that the others have met, or 32
     """
 
     kind: str
@@ -66,6 +68,7 @@ class Plan:
     weight_dtype: str
     state_stages: int
     result_stages: int
+    arrivals: int = 1
     streamable: bool = True
 
     @property
@@ -92,6 +95,11 @@ class Plan:
     def keeps_gate(self) -> bool:
         """Whether a head's gate weights stay in registers. A spec's time is that of its states: it loads them anew."""
         return self.kind != "spec"
+
+    @property
+    def numbers(self) -> int:
+        """What an item is looked up by: see `load_numbers`."""
+        return 1 if self.kind == "decode" else 2
 
     @property
     def finishers(self) -> int:
@@ -129,7 +137,9 @@ class Plan:
 
     @property
     def sum_words(self) -> int:
-        """Of a token: each sum's part from every warp of the prologue; then beta, and room for rk and rq."""
+        """Of a token: each sum's part from every warp of the prologue; then beta, in the chunked form from the prologue
+        raw, and room for rk and rq.
+        """
         return PROLOGUE * self.sums + 4
 
     @property
@@ -304,11 +314,40 @@ def advance(stage: Int32, phase: Int32, stages: cutlass.Constexpr) -> tuple[Int3
 
 
 @cute.jit
-def arrive(barrier: cute.Pointer, lane: Int32) -> None:
-    """One arrival for the warp, behind all that its lanes have done."""
+def arrive(barrier: cute.Pointer, lane: Int32, P: cutlass.Constexpr) -> None:
+    """The warp meets and arrives, behind all that its lanes have done."""
     arch.sync_warp()
-    if lane == 0:
+    if const_expr(P.arrivals == 32):
         arch.mbarrier_arrive(barrier)
+    else:
+        if lane == 0:
+            arch.mbarrier_arrive(barrier)
+
+
+@cute.jit
+def request_after(item: Item, steps: Int32) -> Int32:
+    """The request of the item that many steps after one in its block of the walk; past it, one of the block's too."""
+    return item.first + (item.request - item.first + steps) % item.size
+
+
+@cute.jit
+def load_numbers(A: Arguments, numbers: cute.Tensor, item: Item, lane: Int32, P: cutlass.Constexpr) -> None:
+    """What 32 items from `item` on are looked up by, one item on each lane (`Plan.numbers`): slot of its window, not
+    above 0 for a null request; then row of its record or, for spec, the window's entry where its history begins.
+
+    A CTA's items lie in one block of the walk. No item waits for its own numbers, which under load take a microsecond.
+    """
+    request = request_after(item, lane)
+    row = A.slots + Int64(request) * A.slots_stride * 4
+    numbers[0] = blocks.at(Int32, row, Int32(0))
+    if const_expr(P.kind == "record"):
+        numbers[1] = blocks.at(Int32, A.record_rows + Int64(request) * 4, Int32(0))
+    if const_expr(P.kind == "spec"):
+        slot = numbers[0]
+        accepted = blocks.at(Int32, A.accepted + Int64(request) * 4, Int32(0))
+        numbers[1] = max(min(accepted, P.tokens) - 1, 0)
+        source = blocks.at(Int32, row, numbers[1])
+        numbers[0] = slot if source > 0 else Int32(0)
 
 
 @cute.jit

@@ -34,8 +34,8 @@ from kda_kernels.ws_plan import (
     fragment_of,
     fragments_of,
     get_vector,
+    load_numbers,
     lower,
-    pages_of,
     pair,
     place_of,
     put_vector,
@@ -96,9 +96,11 @@ def prologue(
 ) -> None:
     """Works on item n while the inputs of items n+1 and, towards its end, n+2 are on their way."""
     L = lane_of(A, warp, lane, P)
-    work = work_of(A, start, Int32(0), count, zero, P)
+    numbers = cute.make_rmem_tensor(P.numbers, Int32)
+    load_numbers(A, numbers, start, lane, P)
+    work = work_of(numbers, start, Int32(0), count, P)
     item = walk.next_item(start, A.heads, A.requests)
-    following = work_of(A, item, Int32(1), count, zero, P)
+    following = work_of(numbers, item, Int32(1), count, P)
     weights = cute.make_rmem_tensor((2, 2, STEPS), Uint32)
     G = Gate(weights, cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(1, Float32))
     if const_expr(P.keeps_gate):
@@ -119,10 +121,11 @@ def prologue(
     for n in cutlass.range(count, unroll=1):
         stage, turned = turn(n, VECTOR_STAGES)
         item = walk.next_item(item, A.heads, A.requests)
-        later = work_of(A, item, n + 2, count, zero, P)
+        if (n + 2) % 32 == 0 and n + 2 < count:
+            load_numbers(A, numbers, item, lane, P)
         # All copies but those for item n+1.
         arch.cp_async_wait_group(1)
-        arrive(M.f_a_full + third, lane)
+        arrive(M.f_a_full + third, lane, P)
         if work.head != loaded:
             loaded = work.head
             load_taps(A, M, work.head, L, P)
@@ -158,9 +161,11 @@ def prologue(
             else:
                 step_vectors(M, x, window, logs, sums, stage, L, P)
             if warp == 0 and lane < P.tokens:
-                beta = f_a[lane * BOTTLENECK_PITCH + HEAD_DIM + (work.head & 1)]
-                sums[lane * P.sum_words + PROLOGUE * P.sums] = blocks.sigmoid(beta.to(Float32))
-        arrive(M.vectors_full + stage, lane)
+                beta = f_a[lane * BOTTLENECK_PITCH + HEAD_DIM + (work.head & 1)].to(Float32)
+                if const_expr(not P.chunked):
+                    beta = blocks.sigmoid(beta)
+                sums[lane * P.sum_words + PROLOGUE * P.sums] = beta
+        arrive(M.vectors_full + stage, lane, P)
         if work.slot > 0:
             store_window(A, window, work, L, P)
 
@@ -169,6 +174,7 @@ def prologue(
         # them has arrived for item n since.
         arch.sync_warp()
         later_stage, _ = advance(third, phase, BOTTLENECK_STAGES)
+        later = work_of(numbers, item, n + 2, count, P)
         load_window(A, M, stage, later, L, P)
         load_rows(A, M, stage, later_stage, later, item.request, L, P)
         arch.cp_async_commit_group()
@@ -190,12 +196,13 @@ def lane_of(A: Arguments, warp: Int32, lane: Int32, P: cutlass.Constexpr) -> Lan
 
 
 @cute.jit
-def work_of(A: Arguments, item: Item, index: Int32, count: Int32, zero: Int32, P: cutlass.Constexpr) -> Work:
-    """The item that is the CTA's `index`-th; past its last one without a slot."""
-    slot, _, entry = pages_of(A, item.request, zero, P)
-    record = Int32(-1)
+def work_of(numbers: cute.Tensor, item: Item, index: Int32, count: Int32, P: cutlass.Constexpr) -> Work:
+    """The item that is the CTA's `index`-th, by the numbers of its 32; past the CTA's last one without a slot."""
+    slot, entry, record = arch.shuffle_sync(numbers[0], index % 32), Int32(0), Int32(-1)
+    if const_expr(P.kind == "spec"):
+        entry = arch.shuffle_sync(numbers[1], index % 32)
     if const_expr(P.chunked):
-        record = blocks.at(Int32, A.record_rows + Int64(min(item.request, A.requests - 1)) * 4, zero)
+        record = arch.shuffle_sync(numbers[1], index % 32)
     return Work(item.head, slot if index < count else Int32(0), entry, record)
 
 
