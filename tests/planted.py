@@ -75,7 +75,7 @@ def _unsupported(problem: Any, spec: Spec, gpu: Any) -> str | None:
 def _compile(problem: Any, spec: Spec, gpu: Any) -> Any:
     return SimpleNamespace(
         split=split.compile(problem, split.Spec(**SPLIT), gpu),
-        wide=wide.compile(problem, wide.Spec(), gpu),
+        wide=wide.compile(problem, wide.Spec(form="chunked" if problem.kind == "record" else "recurrence"), gpu),
         scratch={},
         flag=torch.zeros(1, dtype=torch.int32, device="cuda"),
     )
