@@ -12,7 +12,21 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-HEAVY = ("torch", "triton", "cutlass", "cuda", "pandas", "matplotlib", "numpy", "scipy", "jinja2", "rich", "pynvml")
+HEAVY = (
+    "torch",
+    "triton",
+    "cutlass",
+    "cuda",
+    "pandas",
+    "matplotlib",
+    "numpy",
+    "scipy",
+    "jinja2",
+    "rich",
+    "pynvml",
+    "optuna",
+    "sqlalchemy",
+)
 MAY_SEE_KERNELS = ("bench", "build", "doctor", "graphs", "session", "verify", "worker")
 
 
