@@ -29,6 +29,8 @@ from kdabench.telemetry import Telemetry
 
 HIDDEN = 7168
 """Hidden size of the model whose projections surround a step."""
+_PROJECTION_BYTES = 96 << 20
+"""Above this much weight a projection has washed every L2: more would only add noise to the difference."""
 _MIN_REPLAY_US = 250.0
 _MEMORY_FRACTION = 0.85
 _DRIFT_REPLAYS = 50
@@ -83,12 +85,12 @@ class Device:
 
 @dataclass
 class Neighbours:
-    """The projections before and after the steps: weights of several layers, rotating. hidden [B, 7168]."""
+    """The projections before and after the steps: weights of several layers, rotating. hidden [B, C]."""
 
     hidden: Tensor
-    into: Tensor  # [copies, pitch, 7168]
-    out_of: Tensor  # [copies, 7168, D]
-    result: Tensor  # [B, 7168]
+    into: Tensor  # [copies, pitch, C]
+    out_of: Tensor  # [copies, C, D]
+    result: Tensor  # [B, C]
 
     def before(self, i: int, step: StepOperands) -> None:
         torch.mm(self.hidden, self.into[i % len(self.into)].t(), out=step.projected)
@@ -112,14 +114,24 @@ class WeightCache:
         if self._key != (pitch, channels) or self._weights is None:
             self._weights = None
             g = torch.Generator("cuda").manual_seed(7)
-            std = HIDDEN**-0.5
+            hidden = hidden_size(pitch)
+            std = hidden**-0.5
 
             def draw(*shape: int) -> Tensor:
                 return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(0, std, generator=g)
 
             self._key = (pitch, channels)
-            self._weights = draw(MIN_COPIES, pitch, HIDDEN), draw(MIN_COPIES, HIDDEN, channels)
+            self._weights = draw(MIN_COPIES, pitch, hidden), draw(MIN_COPIES, hidden, channels)
         return self._weights
+
+
+def hidden_size(pitch: int) -> int:
+    """Of the neighbours of a step with this row pitch: the model's, or as much as 96 MiB of projection weights hold.
+
+    At 12 heads the two GEMMs take some 25 us. At 96 heads and full size it would be 200, and the difference of two such
+    times as noisy as a step of few requests is long.
+    """
+    return min(HIDDEN, _PROJECTION_BYTES // (2 * pitch) // 64 * 64)
 
 
 def copies_for(cell: Cell, l2_bytes: int) -> int:
@@ -141,7 +153,7 @@ def copies_for(cell: Cell, l2_bytes: int) -> int:
 def unique_bytes(cell: Cell, distinct: int) -> int:
     """Bytes that one replay over `distinct` copies touches, each counted once."""
     problem = cell.problem
-    between = MIN_COPIES * HIDDEN * 2 * (problem.pitch + problem.channels)
+    between = MIN_COPIES * hidden_size(problem.pitch) * 2 * (problem.pitch + problem.channels)
     surrounded = cell.context == "layer" and not problem.folds_only
     return distinct * problem.bytes_moved + (between if surrounded else 0)
 
@@ -214,7 +226,9 @@ class CellBench:
         problem = self.cell.problem
         into, out_of = self.weights.get(problem.pitch, problem.channels)
         g = torch.Generator("cuda").manual_seed(11)
-        hidden = torch.empty(problem.rows, HIDDEN, dtype=torch.bfloat16, device="cuda").normal_(0, 1, generator=g)
+        hidden = torch.empty(problem.rows, into.shape[2], dtype=torch.bfloat16, device="cuda").normal_(
+            0, 1, generator=g
+        )
         self.neighbours = Neighbours(hidden, into, out_of, torch.empty_like(hidden))
 
     def _layers(self) -> Sequence[tuple[int, Operands]]:
