@@ -33,6 +33,8 @@ TIE_RMS = 2**-18
 """The same, absolute, relative to the root mean square of the tensor: FP32 sums that cancel."""
 GATE_ERROR = 2**-20
 """What an FP32 sum of 128 products errs by, relative to the root mean square of the sums: 7e-7 typically."""
+VALUE_ERROR = 2**-21
+"""What an FP32 convolution of four taps and its SiLU err by, relative to the value and to the root mean square."""
 
 _CHUNK_ELEMENTS = 1 << 26
 
@@ -224,6 +226,23 @@ def gate_ties(problem: Problem, operands: StepOperands) -> int:
     rounded = exact.to(torch.bfloat16).double()
     tied = (exact - rounded).abs() >= _half_ulp(exact) - near
     return int((tied & (exact.abs() >= 0.25)).sum())
+
+
+def value_ties(problem: Problem, operands: StepOperands) -> Tensor:
+    """Where a key or a value lies so near a BF16 tie that an FP32 convolution may round it either way.
+
+    `[R, q, 3D]` bool, in the order of the projection's channels. Each counts by an ulp in the state: 1e-4 of an item of
+    few tokens. Those below 1/16 of their root mean square are left out: their neighbours are close enough.
+    """
+    live = reference.slot_plan(problem, operands).live.nonzero().squeeze(1)
+    exact = reference.convolved(problem, operands, live)
+    rms = exact.square().mean().sqrt().nan_to_num()
+    distance = _half_ulp(exact) - (exact - exact.to(torch.bfloat16).double()).abs()
+    tied = (distance <= VALUE_ERROR * (exact.abs() + rms)) & (exact.abs() >= rms / 16)
+    tied[0] = False
+    found = torch.zeros(problem.requests, problem.tokens, 3 * problem.channels, dtype=torch.bool, device=tied.device)
+    found[live] = tied.permute(1, 3, 0, 2, 4).flatten(2)
+    return found
 
 
 def _parts(tensor: Tensor) -> Iterator[slice]:

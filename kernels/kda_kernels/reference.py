@@ -64,8 +64,8 @@ def step(problem: Problem, operands: StepOperands, form: Form = "recurrence") ->
     page, n = requests.page[live], requests.count[live]
 
     inputs, window = _window(problem, operands, live, page, n)
-    keys_exact, queries, values = _convolve(operands, window, q)
-    keys = _bf16(keys_exact)
+    exact = _convolve(operands, window, q)
+    keys_exact, (queries, keys, values) = exact[1], _bf16(exact)
     raw_exact = raw_gate(problem, operands, live)
     raw = _bf16(raw_exact)
     decay = log_decay(raw, operands.A_log[:, None, None], _dt_bias(operands)[:, None, :], operands.lower_bound)
@@ -337,17 +337,21 @@ def _window(problem: Problem, operands: StepOperands, live: Tensor, page: Tensor
     return inputs, torch.cat((history.double(), inputs), 2)
 
 
-def _convolve(operands: StepOperands, window: Tensor, q: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys before rounding, queries and values after it, `[live, H, q, 128]`."""
+def convolved(problem: Problem, operands: StepOperands, live: Tensor) -> Tensor:
+    """Queries, keys and values of some requests before rounding, `[3, live, H, q, 128]` f64."""
+    requests = slot_plan(problem, operands)
+    _, window = _window(problem, operands, live, requests.page[live], requests.count[live])
+    return _convolve(operands, window, problem.tokens)
+
+
+def _convolve(operands: StepOperands, window: Tensor, q: int) -> Tensor:
     taps = operands.conv_weight.double().transpose(1, 2).flatten(0, 1)  # [3D, 4]
     y = torch.zeros_like(window[:, :, :q])
     if operands.conv_bias is not None:
         y = y + operands.conv_bias.double()[:, None]
     for tap in range(4):
         y = y + taps[:, tap, None] * window[:, :, tap : tap + q]
-    parts = (y * torch.sigmoid(y)).reshape(len(y), 3, operands.A_log.shape[0], HEAD_DIM, q).permute(1, 0, 2, 4, 3)
-    queries, keys, values = parts.unbind(0)
-    return keys, _bf16(queries), _bf16(values)
+    return (y * torch.sigmoid(y)).reshape(len(y), 3, operands.A_log.shape[0], HEAD_DIM, q).permute(1, 0, 2, 4, 3)
 
 
 def raw_gate(problem: Problem, operands: StepOperands, live: Tensor) -> Tensor:
