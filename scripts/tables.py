@@ -1,11 +1,9 @@
 #!/usr/bin/env python3
-"""Print the latency tables of README and docs as Markdown, from results/<device>.
+"""Print the latency tables of README and docs as Markdown, from results/<device>."""
 
-.venv/bin/python scripts/tables.py [DEVICE]        (nvidia-h200)
-"""
-
-import sys
-from collections.abc import Iterable
+import argparse
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -14,11 +12,15 @@ from kdabench.problem import STATE_DTYPES
 from kdabench.records import Candidate, Cell
 
 RESULTS = Path(__file__).parent.parent / "results"
+SIZES = [(12, 1), (12, 8), (12, 32), (12, 128), (12, 256), (96, 1), (96, 64), (96, 256)]
+STEPS = (("decode", 1), ("spec", 4), ("record", 2), ("record", 4), ("record", 8))
 Times = dict[Cell, dict[Candidate, float]]
 
 
 def times(path: Path) -> Times:
-    """Median over processes of each process's median, as the fit takes it. us."""
+    """Median over processes of each process's median, as the fit takes it. us; nothing if there is no such file."""
+    if not path.exists():
+        return {}
     medians: dict[Cell, dict[Candidate, list[float]]] = {}
     for record in records.load([path]):
         if record.status == "ok":
@@ -26,47 +28,83 @@ def times(path: Path) -> Times:
     return {cell: {c: median(values) for c, values in found.items()} for cell, found in medians.items()}
 
 
-def best(found: dict[Candidate, float], variant: str) -> float | None:
-    return min((us for candidate, us in found.items() if candidate.variant == variant), default=None)
+def best(found: dict[Candidate, float], variant: str | None = None) -> float | None:
+    """Of a variant, or of all but stock."""
+    ours = (us for c, us in found.items() if (c.variant == variant if variant else c.variant != "stock"))
+    return min(ours, default=None)
 
 
-def row(cell: Cell, found: dict[Candidate, float], variants: Iterable[str]) -> str:
-    floor = cell.problem.floor_us()
-    cells = [f"{cell.heads}", f"{cell.requests}", f"{cell.items * cell.layers}", f"{floor:.2f}"]
-    for variant in variants:
-        us = best(found, variant)
-        cells.append("-" if us is None else f"{us:.2f} ({floor / us:.2f})")
-    return "| " + " | ".join(cells) + " |"
+def print_rows(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    if rows:
+        print(f"\n{title}\n")
+        print("| " + " | ".join(columns) + " |")
+        print("| --- " * len(columns) + "|")
+        print("\n".join("| " + " | ".join(row) + " |" for row in rows))
 
 
-def table(title: str, found: Times, chosen: Iterable[Cell], variants: tuple[str, ...]) -> None:
-    rows = [row(cell, found[cell], variants) for cell in chosen if cell in found]
-    if not rows:
-        return
-    print(f"\n{title}\n")
-    print("| heads | requests | items | floor | " + " | ".join(variants) + " |")
-    print("| --- " * (4 + len(variants)) + "|")
-    print("\n".join(rows))
+def table(title: str, found: Times, chosen: Iterable[Cell], variants: Sequence[str] | None = None) -> None:
+    """A row per cell with the best of each variant; default: of those that have a time in some cell, stock last."""
+    cells = [cell for cell in chosen if cell in found]
+    timed = sorted({c.variant for cell in cells for c in found[cell]}, key=lambda name: (name == "stock", name))
+    variants = variants or timed
+    rows = []
+    for cell in cells:
+        floor = cell.problem.floor_us()
+        row = [f"{cell.heads}", f"{cell.requests}", f"{cell.items * cell.layers}", f"{floor:.2f}"]
+        for variant in variants:
+            us = best(found[cell], variant)
+            row.append("-" if us is None else f"{us:.2f} ({floor / us:.2f})")
+        rows.append(row)
+    print_rows(title, ["heads", "requests", "items", "floor", *variants], rows)
+
+
+def deferred(found: Times) -> None:
+    """A replay in context layer against a layer's share of a flush of all layers and the record that follows it."""
+    rows = []
+    for flush in sorted((c for c in found if c.kind == "flush" and c.layers > 1), key=lambda c: (c.tokens, c.items)):
+        record_cell = Cell("record", flush.requests, flush.heads, flush.tokens)
+        replay_cell = replace(record_cell, kind="replay", pending="mix")
+        replay, record, commit = (best(found.get(cell, {})) for cell in (replay_cell, record_cell, flush))
+        if replay and record and commit:
+            share = commit / flush.layers
+            rows.append([f"{flush.tokens}", f"{flush.heads}", f"{flush.requests}", f"{flush.items}", f"{replay:.2f}",
+                         f"{share:.2f}", f"{record:.2f}", f"{(share + record) / replay:.2f}"])  # fmt: skip
+    columns = ["tokens", "heads", "requests", "items", "replay", "commit, per layer", "record", "eager / deferred"]
+    print_rows("the deferred cycle against the eager one, us per layer", columns, rows)
+
+
+def steps(layer: Times, isolated: Times) -> None:
+    for kind, tokens in (*STEPS, ("replay", 2), ("replay", 4), ("replay", 8)):
+        pending = "mix" if kind == "replay" else None
+        cells = [Cell(kind, requests, heads, tokens, pending=pending) for heads, requests in SIZES]  # type: ignore[arg-type]
+        table(f"{kind}, {tokens} tokens, context layer, us (efficiency)", layer, cells)
+    for dtype in STATE_DTYPES:
+        for kind, tokens in (("decode", 1), ("spec", 4), ("record", 4), ("record", 8), ("replay", 4), ("replay", 8)):
+            pending = "mix" if kind == "replay" else None
+            cells = [Cell(kind, r, h, tokens, state_dtype=dtype, pending=pending, context="isolated")  # type: ignore[arg-type]
+                     for h, r in SIZES]  # fmt: skip
+            table(f"{kind}, {tokens} tokens, {dtype} state, context isolated", isolated, cells)
+
+
+def commits(found: Times) -> None:
+    groups: dict[tuple[str, int, int, bool], list[Cell]] = {}
+    for cell in sorted(found, key=lambda c: (c.kind, c.layers, c.tokens, c.pending is not None, c.heads, c.requests)):
+        groups.setdefault((cell.kind, cell.layers, cell.tokens, cell.pending is not None), []).append(cell)
+    for (kind, layers, tokens, mixed), cells in groups.items():
+        folded = f"0 to {tokens}" if mixed else f"{tokens} of {tokens}"
+        table(f"{kind}, {folded} tokens, {cells[0].state_dtype} state, {layers} layers", found, cells)
 
 
 def main() -> None:
-    folder = RESULTS / (sys.argv[1] if len(sys.argv) > 1 else "nvidia-h200")
-    layer, isolated, commits = (times(folder / f"{name}.jsonl") for name in ("dispatch", "targets", "commit"))
-    steps = ("KdaSplit", "KdaWide", "KdaWS", "stock")
-    sizes = [(12, 1), (12, 8), (12, 32), (12, 128), (12, 256), (96, 1), (96, 64), (96, 256)]
-    for kind, tokens in (("decode", 1), ("spec", 4), ("record", 2), ("record", 4), ("record", 8)):
-        cells = [Cell(kind, requests, heads, tokens) for heads, requests in sizes]
-        table(f"{kind}, {tokens} tokens, context layer, us (efficiency)", layer, cells, steps)
-    for dtype in STATE_DTYPES:
-        for kind, tokens in (("decode", 1), ("spec", 4), ("record", 4), ("record", 8)):
-            cells = [Cell(kind, r, h, tokens, state_dtype=dtype, context="isolated") for h, r in sizes]
-            table(f"{kind}, {tokens} tokens, {dtype} state, context isolated", isolated, cells, steps)
-    for layers in (1, 69):
-        for tokens in (4, 8):
-            cells = sorted((c for c in commits if (c.layers, c.tokens, c.pending) == (layers, tokens, None)),
-                           key=lambda c: (c.heads, c.requests))  # fmt: skip
-            table(f"commit, {tokens} of {tokens} tokens, bf16 state, {layers} layers", commits, cells,
-                  ("KdaCommit", "stock"))  # fmt: skip
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("device", nargs="?", default="nvidia-h200", help="a folder of results (nvidia-h200)")
+    folder = RESULTS / parser.parse_args().device
+    if not folder.is_dir():
+        parser.error(f"{folder} is no folder; there are: {', '.join(sorted(p.name for p in RESULTS.iterdir()))}")
+    layer, isolated, committed = (times(folder / f"{name}.jsonl") for name in ("dispatch", "targets", "commit"))
+    steps(layer, isolated)
+    deferred(layer)
+    commits(committed)
 
 
 if __name__ == "__main__":
