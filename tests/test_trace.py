@@ -110,10 +110,12 @@ def test_faults_are_found(fault: str, names: tuple[str, ...]) -> None:
     assert outcome.failed[0].verdict.startswith(names)
 
 
-def test_growth_compares_the_last_third_with_the_middle() -> None:
+def test_growth_compares_halves_of_each_kind() -> None:
     from kda_kernels.trace import Row
 
-    errors = [9.0, 9.0, 1.0, 1.0, 2.0, 4.0]
-    outcome = Outcome([Row("e", i, "record", x, 0.0, x, None) for i, x in enumerate(errors)])
+    errors = {"record": [9.0, 1.0, 1.0, 1.0, 1.0, 1.0, 9.0, 1.0], "replay": [9.0, 2.0, 2.0, 2.0, 6.0, 6.0, 2.0, 6.0]}
+    steps = [(kind, x) for pair in zip(*errors.values(), strict=True) for kind, x in zip(errors, pair, strict=True)]
+    outcome = Outcome([Row("e", i, kind, x, 0.0, 1.0, None) for i, (kind, x) in enumerate(steps)])
     assert outcome.growth("e", "out") == 3
-    assert outcome.growth("e", "state") == 1
+    assert outcome.growth("e", "corrections") == 1
+    assert outcome.growth("e", "state") == 0

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
+from statistics import median
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -340,12 +341,22 @@ class Outcome:
         return [row for row in self.rows if row.verdict is not None]
 
     def growth(self, engine: str, measure: str) -> float:
-        """Mean error over the last third of the steps, relative to that over the middle one."""
-        errors = [getattr(row, measure) for row in self.rows if row.engine == engine]
-        third = len(errors) // 3
-        middle, last = errors[third : 2 * third], errors[2 * third :]
-        mean = sum(middle) / len(middle)
-        return sum(last) / len(last) / mean if mean else 1.0
+        """Median error of the later half of the steps over that of the earlier one; the largest over kinds of step.
+
+        The first eighth is left out: there the errors come to where they stay. A replay's are not a record's, and how
+        many of each a half has is chance.
+        """
+        rows = [row for row in self.rows if row.engine == engine]
+        rows = rows[len(rows) // 8 :]
+        half, ratios = rows[len(rows) // 2].step, [0.0]
+        for kind in {row.kind for row in rows}:
+            early, late = (
+                [getattr(row, measure) for row in rows if row.kind == kind and (row.step >= half) == later]
+                for later in (False, True)
+            )
+            if early and late and median(early):
+                ratios.append(median(late) / median(early))
+        return max(ratios)
 
 
 def run(trace: Trace, engines: Sequence[Engine]) -> Outcome:
