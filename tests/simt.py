@@ -15,6 +15,7 @@ mbarriers and what goes between CTAs: `simt_cluster`.
 from __future__ import annotations
 
 import _thread
+import ast
 import builtins
 import contextlib
 import ctypes
@@ -927,8 +928,35 @@ def _modules() -> dict[str, ModuleType]:
     }
 
 
+def _imports(name: str) -> tuple[list[str], bool]:
+    """The modules of `kda_kernels` that one imports when it is loaded, and whether it imports the DSL."""
+    body = ast.parse((KERNELS / f"{name}.py").read_text()).body
+    found, dsl = [], False
+    for node in body:
+        if isinstance(node, ast.ImportFrom) and node.module == "kda_kernels":
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            package, _, module = node.module.partition(".")
+            dsl |= package == "cutlass"
+            found += [module] if package == "kda_kernels" else []
+        elif isinstance(node, ast.Import):
+            dsl |= any(alias.name.split(".")[0] == "cutlass" for alias in node.names)
+    return found, dsl
+
+
+def in_order(names: Sequence[str], before: Sequence[str] = ()) -> list[str]:
+    """Modules, and those that they need of the ones that import the DSL: each behind what it needs."""
+    found = [*before]
+    for name in names:
+        needed, dsl = _imports(name)
+        if dsl and name not in found:
+            found = [*in_order(needed, found), name]
+    return found
+
+
 def load(*names: str) -> dict[str, ModuleType]:
-    """Copies of modules of `kda_kernels`, in the order of their dependence, over the stand-ins."""
+    """Copies of modules of `kda_kernels`, and of those that they need, over the stand-ins."""
+    names = tuple(in_order(names))
     stand_ins = _modules()
     loaded: dict[str, ModuleType] = {}
     package = importlib.import_module("kda_kernels")

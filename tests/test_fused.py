@@ -157,7 +157,7 @@ def test_channels_that_are_sent_are_those_that_others_lack(shape: tuple[int, int
 
 @pytest.fixture(scope="module")
 def emulated() -> ModuleType:
-    return simt_cluster.load("arguments", "blocks", "split", "chunked", "wide", "fused")["fused"]
+    return simt_cluster.load("fused")["fused"]
 
 
 def draw(of: Problem, spec: Any, seed: int, **choices: Any) -> tuple[Problem, StepOperands]:

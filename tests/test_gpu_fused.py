@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from test_gpu_split import any_strides, bf16_weights, longer_window
+from gpu_checks import (
+    any_strides,
+    bf16_weights,
+    check,
+    check_far_pages,
+    check_repeatable,
+    longer_records,
+    longer_window,
+)
 
 from kda_kernels import compare, fused, reference
 from kda_kernels.gpu import current_gpu
@@ -25,16 +33,6 @@ ALL = (*(fused.Spec(*shape) for shape in SHAPES), LINES, replace(LINES, threads=
 
 def problem(tokens: int, requests: int = 37, heads: int = 3, **more: Any) -> Problem:
     return Problem("replay", requests, heads, tokens, **{"pending": "mix", **more})
-
-
-def checked(of: Problem, spec: fused.Spec, operands: StepOperands) -> None:
-    """Poison, launch, compare everything that the step may and may not write."""
-    compiled = fused.compile(of, spec, current_gpu())
-    expected = reference.step(of, operands)
-    compare.poison(operands)
-    fused.launch(compiled, operands, torch.cuda.current_stream().cuda_stream)
-    torch.cuda.synchronize()
-    assert compare.check_step(of, operands, expected) is None
 
 
 def forget_rejected(operands: StepOperands) -> StepOperands:
@@ -54,7 +52,7 @@ def forget_rejected(operands: StepOperands) -> StepOperands:
 def test_every_shape(shape: tuple[int, int], tokens: int, gate_mode: int, inputs: Any) -> None:
     of = problem(tokens)
     operands = make_step(of, seed=tokens, pad=64, null_requests=(0, 7, 36), inputs=inputs)
-    checked(of, fused.Spec(*shape, gate_mode=gate_mode), forget_rejected(operands))
+    check(fused, of, fused.Spec(*shape, gate_mode=gate_mode), forget_rejected(operands))
 
 
 @pytest.mark.parametrize("tokens", range(2, 9))
@@ -67,7 +65,7 @@ def test_state_in_shared_memory(tokens: int, threads: int, ctas: int, choices: d
     if (why := fused.unsupported(of, spec, current_gpu())) is not None:
         pytest.skip(why)
     operands = make_step(of, seed=tokens, pad=64, null_requests=(0, 7, 36), inputs="generic")
-    checked(of, spec, forget_rejected(operands))
+    check(fused, of, spec, forget_rejected(operands))
 
 
 @pytest.mark.parametrize("heads", [1, 6, 8, 12, 24, 64, 96])
@@ -76,7 +74,7 @@ def test_state_in_shared_memory(tokens: int, threads: int, ctas: int, choices: d
 @pytest.mark.parametrize("pdl", [False, True])
 def test_heads_that_fill_the_machine(heads: int, spec: fused.Spec, tokens: int, pdl: bool) -> None:
     of = problem(tokens, 16, heads)
-    checked(of, replace(spec, pdl=pdl), make_step(of, seed=heads, null_requests=(3,)))
+    check(fused, of, replace(spec, pdl=pdl), make_step(of, seed=heads, null_requests=(3,)))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -95,7 +93,7 @@ def test_heads_that_fill_the_machine(heads: int, spec: fused.Spec, tokens: int, 
 def test_choices(shape: tuple[int, int], tokens: int, choices: dict[str, Any]) -> None:
     of = problem(tokens, 11, 6)
     operands = make_step(of, seed=1, pad=16, null_requests=(4,), inputs="generic")
-    checked(of, fused.Spec(*shape, **choices), forget_rejected(operands))
+    check(fused, of, fused.Spec(*shape, **choices), forget_rejected(operands))
 
 
 @pytest.mark.parametrize("spec", FEW)
@@ -120,7 +118,7 @@ def test_layouts_and_weights(
     choices: dict[str, Any],
 ) -> None:
     of = problem(tokens, 5, 3, conv_layout=layout)
-    checked(of, replace(spec, **choices), change(make_step(of, seed=2, null_requests=(1, 4))))
+    check(fused, of, replace(spec, **choices), change(make_step(of, seed=2, null_requests=(1, 4))))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -131,25 +129,15 @@ def test_one_count_for_all(shape: tuple[int, int], n: Any) -> None:
     operands = make_step(of, seed=3)
     if n == "beyond":
         operands = replace(operands, pending=torch.tensor([9, -1, 100, -(2**31), 8, 2**31 - 1]).int().cuda())
-    checked(of, fused.Spec(*shape), operands)
+    check(fused, of, fused.Spec(*shape), operands)
 
 
 @pytest.mark.parametrize("spec", FEW)
 @pytest.mark.parametrize("tokens", [2, 4, 8])
 def test_records_longer_than_the_window_in_any_order(spec: fused.Spec, tokens: int) -> None:
     of = problem(tokens, 6)
-    o = make_step(of, seed=3)
-    assert o.record_rows is not None
-    rows = o.record_rows + 2
-    rows[3] = -4
-    o = replace(
-        o,
-        corrections=torch.randn(9, 3, tokens + 3, 128, device="cuda"),
-        key_gates=torch.randn(9, 3, tokens + 3, 256, device="cuda").to(torch.bfloat16),
-        record_rows=rows,
-        pending=torch.arange(9, dtype=torch.int32, device="cuda") % (tokens + 1),
-    )
-    checked(of, spec, o)
+    pending = torch.arange(9, dtype=torch.int32, device="cuda") % (tokens + 1)
+    check(fused, of, spec, replace(longer_records(make_step(of, seed=3)), pending=pending))
 
 
 @pytest.mark.parametrize("spec", FEW)
@@ -160,7 +148,7 @@ def test_gates_at_their_bounds(spec: fused.Spec, bound: float) -> None:
     o = make_step(of, seed=4, lower_bound=bound)
     o.dt_bias[::2] = 20
     o.dt_bias[1::4] = -20
-    checked(of, spec, o)
+    check(fused, of, spec, o)
 
 
 @pytest.mark.parametrize("spec", FEW)
@@ -186,31 +174,8 @@ def test_a_chain_of_steps(spec: fused.Spec, tokens: int) -> None:
 def test_offsets_beyond_32_bits(spec: fused.Spec) -> None:
     of = problem(2, 3, 12)
     small = make_step(of, seed=5)
-    last = 2**31 // (12 * 128 * 128) + 8  # pages whose first element lies past 2^31
-    used = torch.arange(1, small.state.shape[0], device="cuda")
-    state = torch.empty((last + 1, 12, 128, 128), device="cuda")
-    window = torch.zeros((last + 1, *small.conv_state.shape[1:]), dtype=torch.bfloat16, device="cuda")
-    state[last - used] = small.state[used]
-    window[last - used] = small.conv_state[used]
-    assert small.corrections is not None
-    assert small.key_gates is not None
-    large = replace(
-        small,
-        state=state,
-        conv_state=window,
-        slots=last - small.slots,
-        corrections=small.corrections.clone(),
-        key_gates=small.key_gates.clone(),
-    )
     compiled = fused.compile(of, spec, current_gpu())
-    for operands in (small, large):
-        fused.launch(compiled, operands, torch.cuda.current_stream().cuda_stream)
-        if operands is small:
-            out = small.out.clone()
-    torch.cuda.synchronize()
-    assert torch.equal(large.out, out)
-    assert torch.equal(state[last - used], small.state[used])
-    assert torch.equal(window[last - used], small.conv_state[used])
+    check_far_pages(fused, compiled, small)
 
 
 @pytest.mark.parametrize("spec", ALL)
@@ -219,15 +184,4 @@ def test_repeated_launches_agree(spec: fused.Spec, tokens: int) -> None:
     """A chain of launches with programmatic edges over eight layers; bits depend on the inputs alone."""
     of = problem(tokens, 33, 12)
     compiled = fused.compile(of, replace(spec, pdl=True), current_gpu())
-    runs = []
-    for _ in range(2):
-        layers = [make_step(of, seed=6 + i) for i in range(8)]
-        for _ in range(5):
-            for operands in layers:
-                fused.launch(compiled, operands, torch.cuda.current_stream().cuda_stream)
-        torch.cuda.synchronize()
-        runs.append(layers)
-    for first, second in zip(*runs, strict=True):
-        for name in ("out", "state", "conv_state", "corrections", "key_gates"):
-            a, b = getattr(first, name), getattr(second, name)
-            assert torch.equal(a.nan_to_num(), b.nan_to_num())
+    check_repeatable(fused, compiled, lambda i: make_step(of, seed=6 + i))

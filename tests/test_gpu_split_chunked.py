@@ -7,9 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
+from gpu_checks import (
+    any_strides,
+    bf16_weights,
+    check,
+    check_far_pages,
+    check_repeatable,
+    longer_records,
+    longer_window,
+)
 
-from kda_kernels import compare, reference, split, split_chunked
+from kda_kernels import split, split_chunked
 from kda_kernels.gpu import current_gpu
 from kda_kernels.operands import StepOperands, make_step
 from kdabench.problem import Problem
@@ -28,22 +36,14 @@ def record(requests: int, heads: int, tokens: int, **more: Any) -> Problem:
     return Problem("record", requests, heads, tokens, **more)
 
 
-def checked(problem: Problem, of: split.Spec, operands: StepOperands) -> None:
-    """Poison, launch, compare everything that the step may and may not write."""
-    compiled = split.compile(problem, of, current_gpu())
-    expected = reference.step(problem, operands)
-    compare.poison(operands)
-    split.launch(compiled, operands, torch.cuda.current_stream().cuda_stream)
-    torch.cuda.synchronize()
-    assert compare.check_step(problem, operands, expected) is None
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("tokens", range(2, 9))
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_every_shape(shape: tuple[int, int], tokens: int, dtype: Any) -> None:
     problem = record(37, 3, tokens, state_dtype=dtype)
-    checked(problem, spec(shape), make_step(problem, seed=tokens, pad=64, null_requests=(0, 7, 36), inputs="generic"))
+    check(
+        split, problem, spec(shape), make_step(problem, seed=tokens, pad=64, null_requests=(0, 7, 36), inputs="generic")
+    )
 
 
 @pytest.mark.parametrize("heads", [1, 6, 8, 12, 24, 64, 96])
@@ -52,7 +52,7 @@ def test_every_shape(shape: tuple[int, int], tokens: int, dtype: Any) -> None:
 @pytest.mark.parametrize("pdl", [False, True])
 def test_heads_that_fill_the_machine(heads: int, shape: tuple[int, int], tokens: int, pdl: bool) -> None:
     problem = record(16, heads, tokens)
-    checked(problem, spec(shape, pdl=pdl), make_step(problem, seed=heads, null_requests=(3,)))
+    check(split, problem, spec(shape, pdl=pdl), make_step(problem, seed=heads, null_requests=(3,)))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -75,35 +75,9 @@ def test_choices(shape: tuple[int, int], tokens: int, dtype: Any, choices: dict[
     if choices.get("spin") and shape[0] == 1:
         pytest.skip("nothing to wait for")
     problem = record(9, 6, tokens, state_dtype=dtype)
-    checked(problem, spec(shape, **choices), make_step(problem, seed=1, pad=16, null_requests=(4,), inputs="generic"))
-
-
-def any_strides(o: StepOperands) -> StepOperands:
-    """Projection and window with rows and slots at odd distances."""
-    rows, pitch = o.projected.shape
-    projected = torch.full((rows, pitch + 3), torch.nan, dtype=torch.bfloat16, device=o.projected.device)
-    projected[:, :pitch] = o.projected
-    size = o.conv_state[0].numel()
-    shape, (_, channel, tap) = o.conv_state.shape, o.conv_state.stride()
-    storage = torch.randn(shape[0] * (size + 5), device=projected.device).to(torch.bfloat16)
-    window = storage.as_strided(shape, (size + 5, channel, tap))
-    window.copy_(o.conv_state)
-    return replace(o, projected=projected, conv_state=window)
-
-
-def longer_window(o: StepOperands) -> StepOperands:
-    slots, channels, entries = o.conv_state.shape
-    major = o.conv_state.stride(1) == 1
-    shape = (slots, entries + 3, channels) if major else (slots, channels, entries + 3)
-    window = torch.randn(shape, device=o.conv_state.device).to(torch.bfloat16)
-    window = window.transpose(1, 2) if major else window
-    window[:, :, :entries] = o.conv_state
-    return replace(o, conv_state=window)
-
-
-def bf16_weights(o: StepOperands) -> StepOperands:
-    assert o.conv_bias is not None
-    return replace(o, conv_weight=o.conv_weight.bfloat16(), conv_bias=o.conv_bias.bfloat16())
+    check(
+        split, problem, spec(shape, **choices), make_step(problem, seed=1, pad=16, null_requests=(4,), inputs="generic")
+    )
 
 
 @pytest.mark.parametrize("shape", FEW)
@@ -128,27 +102,20 @@ def test_layouts_and_weights(
     choices: dict[str, Any],
 ) -> None:
     problem = record(5, 3, tokens, conv_layout=layout)
-    checked(problem, spec(shape, **choices), change(make_step(problem, seed=2, null_requests=(1, 4))))
+    check(split, problem, spec(shape, **choices), change(make_step(problem, seed=2, null_requests=(1, 4))))
 
 
 @pytest.mark.parametrize("shape", FEW)
 def test_records_longer_than_the_window_in_any_order(shape: tuple[int, int]) -> None:
     problem = record(6, 3, 4)
-    o = make_step(problem, seed=3)
-    assert o.record_rows is not None
-    rows = o.record_rows + 2
-    rows[3] = -4
-    corrections = torch.randn(9, 3, 7, 128, device="cuda")
-    key_gates = torch.randn(9, 3, 7, 256, device="cuda").to(torch.bfloat16)
-    o = replace(o, corrections=corrections, key_gates=key_gates, record_rows=rows)
-    checked(problem, spec(shape), o)
+    check(split, problem, spec(shape), longer_records(make_step(problem, seed=3)))
 
 
 @pytest.mark.parametrize("shape", FEW)
 @pytest.mark.parametrize("lower_bound", [-7.5, -0.01])
 def test_strongest_and_weakest_decays(shape: tuple[int, int], lower_bound: float) -> None:
     problem = record(8, 3, 8)
-    checked(problem, spec(shape), replace(make_step(problem, seed=4, inputs="generic"), lower_bound=lower_bound))
+    check(split, problem, spec(shape), replace(make_step(problem, seed=4, inputs="generic"), lower_bound=lower_bound))
 
 
 @pytest.mark.parametrize("shape", FEW)
@@ -161,29 +128,15 @@ def test_keys_of_zeros(shape: tuple[int, int]) -> None:
     o.projected[:, keys] = 0
     o.conv_state[:, keys] = 0
     o.conv_bias[keys] = 0
-    checked(problem, spec(shape), o)
+    check(split, problem, spec(shape), o)
 
 
 @pytest.mark.parametrize("shape", FEW)
 def test_offsets_beyond_32_bits(shape: tuple[int, int]) -> None:
     problem = record(2, 12, 2)
     small = make_step(problem, seed=6)
-    last = 2**31 // (12 * 128 * 128) + 8  # pages whose first element lies past 2^31
-    used = torch.arange(1, small.state.shape[0], device="cuda")
-    state = torch.empty((last + 1, 12, 128, 128), device="cuda")
-    window = torch.zeros((last + 1, *small.conv_state.shape[1:]), dtype=torch.bfloat16, device="cuda")
-    state[last - used] = small.state[used]
-    window[last - used] = small.conv_state[used]
-    large = replace(small, state=state, conv_state=window, slots=last - small.slots)
     compiled = split.compile(problem, spec(shape), current_gpu())
-    for operands in (small, large):
-        split.launch(compiled, operands, torch.cuda.current_stream().cuda_stream)
-        if operands is small:
-            out = small.out.clone()
-    torch.cuda.synchronize()
-    assert torch.equal(large.out, out)
-    assert torch.equal(state[last - used], small.state[used])
-    assert torch.equal(window[last - used], small.conv_state[used])
+    check_far_pages(split, compiled, small)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -192,16 +145,4 @@ def test_repeated_launches_agree(shape: tuple[int, int], tokens: int) -> None:
     """A chain of launches with programmatic edges over eight layers; bits depend on the inputs alone."""
     problem = record(33, 12, tokens)
     compiled = split.compile(problem, spec(shape, pdl=True), current_gpu())
-    runs = []
-    for _ in range(2):
-        layers = [make_step(problem, seed=7 + i) for i in range(8)]
-        for _ in range(5):
-            for operands in layers:
-                split.launch(compiled, operands, torch.cuda.current_stream().cuda_stream)
-        torch.cuda.synchronize()
-        runs.append(layers)
-    for a, b in zip(*runs, strict=True):
-        assert torch.equal(a.out, b.out)
-        assert torch.equal(a.corrections, b.corrections)
-        assert torch.equal(a.key_gates, b.key_gates)
-        assert torch.equal(a.conv_state, b.conv_state)
+    check_repeatable(split, compiled, lambda i: make_step(problem, seed=7 + i))

@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
+from gpu_checks import bf16_weights, check, check_far_pages, check_repeatable, longer_records, longer_window
 
-from kda_kernels import compare, reference, stream
+from kda_kernels import stream
 from kda_kernels.gpu import current_gpu
 from kda_kernels.operands import StepOperands, make_step
 from kdabench.problem import Problem
@@ -23,17 +23,6 @@ KINDS = (("decode", 1), *(("record", q) for q in range(2, 9)), *(("spec", q) for
 FEW = (("decode", 1), ("record", 3), ("record", 4), ("record", 8), ("spec", 2), ("spec", 8))
 
 
-def checked(problem: Problem, spec: stream.Spec, operands: StepOperands, sms: int | None = None) -> None:
-    """Poison, launch, compare everything that the step may and may not write."""
-    gpu = current_gpu()
-    compiled = stream.compile(problem, spec, gpu if sms is None else replace(gpu, sms=sms))
-    expected = reference.step(problem, operands)
-    compare.poison(operands)
-    stream.launch(compiled, operands, torch.cuda.current_stream().cuda_stream)
-    torch.cuda.synchronize()
-    assert compare.check_step(problem, operands, expected) is None
-
-
 @pytest.mark.parametrize(("kind", "tokens"), KINDS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("layout", ["dim-first", "window-major"])
@@ -42,7 +31,7 @@ def test_every_kind(kind: Any, tokens: int, dtype: Any, layout: Any, inputs: Any
     problem = Problem(kind, 37, 3, tokens, state_dtype=dtype, conv_layout=layout)
     draw: dict[str, Any] = {"pad": 64, "null_requests": (0, 7, 8, 36), "inputs": inputs}
     for sms in (None, 5):
-        checked(problem, stream.Spec(), make_step(problem, seed=tokens, **draw), sms)
+        check(stream, problem, stream.Spec(), make_step(problem, seed=tokens, **draw), sms)
 
 
 @pytest.mark.parametrize("sms", [1, 2, 3, 5])
@@ -52,7 +41,7 @@ def test_items_per_cta(sms: int, requests: int, heads: int, kind: Any, tokens: i
     """1, 2, 3, 7 and more, heads that change at any of them, last CTAs with fewer."""
     problem = Problem(kind, requests, heads, tokens)
     null = (requests // 2,) if requests > 2 else ()
-    checked(problem, stream.Spec(), make_step(problem, seed=sms, null_requests=null), sms)
+    check(stream, problem, stream.Spec(), make_step(problem, seed=sms, null_requests=null), sms)
 
 
 @pytest.mark.parametrize("heads", [1, 6, 8, 12, 24, 64, 96])
@@ -60,14 +49,14 @@ def test_items_per_cta(sms: int, requests: int, heads: int, kind: Any, tokens: i
 @pytest.mark.parametrize("pdl", [False, True])
 def test_heads_that_fill_the_machine(heads: int, kind: Any, tokens: int, pdl: bool) -> None:
     problem = Problem(kind, 16, heads, tokens)
-    checked(problem, stream.Spec(pdl=pdl), make_step(problem, seed=heads, null_requests=(3,)))
+    check(stream, problem, stream.Spec(pdl=pdl), make_step(problem, seed=heads, null_requests=(3,)))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(("kind", "tokens"), [("decode", 1), ("record", 4), ("record", 8), ("spec", 2)])
 def test_many_items(dtype: Any, kind: Any, tokens: int) -> None:
     problem = Problem(kind, 256, 12, tokens, state_dtype=dtype)
-    checked(problem, stream.Spec(), make_step(problem, seed=2, null_requests=(0, 100, 101, 255)))
+    check(stream, problem, stream.Spec(), make_step(problem, seed=2, null_requests=(0, 100, 101, 255)))
 
 
 @pytest.mark.parametrize(("kind", "tokens"), FEW)
@@ -81,7 +70,7 @@ def test_many_items(dtype: Any, kind: Any, tokens: int) -> None:
 def test_choices(kind: Any, tokens: int, dtype: Any, choices: dict[str, Any], pdl: bool) -> None:
     problem = Problem(kind, 9, 6, tokens, state_dtype=dtype)
     operands = make_step(problem, seed=1, pad=16, null_requests=(4,), inputs="generic")
-    checked(problem, stream.Spec(pdl=pdl, **choices), operands, sms=7)
+    check(stream, problem, stream.Spec(pdl=pdl, **choices), operands, sms=7)
 
 
 @pytest.mark.parametrize(("kind", "tokens"), [("record", 2), ("record", 4), ("spec", 4)])
@@ -89,22 +78,7 @@ def test_choices(kind: Any, tokens: int, dtype: Any, choices: dict[str, Any], pd
 @pytest.mark.parametrize("stages", [1, 2])
 def test_stages(kind: Any, tokens: int, layout: Any, stages: int) -> None:
     problem = Problem(kind, 19, 6, tokens, conv_layout=layout)
-    checked(problem, stream.Spec(stages=stages), make_step(problem, seed=1, null_requests=(4,)), sms=7)
-
-
-def bf16_weights(o: StepOperands) -> StepOperands:
-    assert o.conv_bias is not None
-    return replace(o, conv_weight=o.conv_weight.bfloat16(), conv_bias=o.conv_bias.bfloat16())
-
-
-def longer_window(o: StepOperands) -> StepOperands:
-    """Windows of 13 entries, in the same layout."""
-    old = o.conv_state
-    window = torch.randn(old.shape[0], 13, old.shape[1], device=old.device).to(old.dtype).transpose(1, 2)
-    if old.stride(2) == 1:
-        window = window.contiguous()
-    window[:, :, : old.shape[2]] = old
-    return replace(o, conv_state=window)
+    check(stream, problem, stream.Spec(stages=stages), make_step(problem, seed=1, null_requests=(4,)), sms=7)
 
 
 @pytest.mark.parametrize(("kind", "tokens"), FEW)
@@ -122,20 +96,13 @@ def test_layouts_and_weights(
     kind: Any, tokens: int, layout: Any, change: Callable[[StepOperands], StepOperands], choices: dict[str, Any]
 ) -> None:
     problem = Problem(kind, 5, 3, tokens, conv_layout=layout)
-    checked(problem, stream.Spec(**choices), change(make_step(problem, seed=2, null_requests=(1, 4))), sms=2)
+    check(stream, problem, stream.Spec(**choices), change(make_step(problem, seed=2, null_requests=(1, 4))), sms=2)
 
 
 @pytest.mark.parametrize("tokens", [2, 4, 8])
 def test_records_longer_than_the_window_in_any_order(tokens: int) -> None:
     problem = Problem("record", 6, 3, tokens)
-    o = make_step(problem, seed=3)
-    assert o.record_rows is not None
-    rows = o.record_rows + 2
-    rows[3] = -4
-    corrections = torch.randn(9, 3, tokens + 3, 128, device="cuda")
-    key_gates = torch.randn(9, 3, tokens + 3, 256, device="cuda").to(torch.bfloat16)
-    o = replace(o, corrections=corrections, key_gates=key_gates, record_rows=rows)
-    checked(problem, stream.Spec(), o, sms=2)
+    check(stream, problem, stream.Spec(), longer_records(make_step(problem, seed=3)), sms=2)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -146,28 +113,15 @@ def test_gates_at_their_bounds(dtype: Any, bound: float) -> None:
     o = make_step(problem, seed=4, lower_bound=bound)
     o.dt_bias[::2] = 20
     o.dt_bias[1::4] = -20
-    checked(problem, stream.Spec(), o, sms=3)
+    check(stream, problem, stream.Spec(), o, sms=3)
 
 
 @pytest.mark.parametrize(("kind", "tokens"), [("decode", 1), ("record", 2), ("spec", 2)])
 def test_offsets_beyond_32_bits(kind: Any, tokens: int) -> None:
     problem = Problem(kind, 2, 12, tokens)
     small = make_step(problem, seed=5)
-    last = 2**31 // (12 * 128 * 128) + 8  # pages whose first element lies past 2^31
-    used = torch.arange(1, small.state.shape[0], device="cuda")
-    state = torch.empty((last + 1, 12, 128, 128), device="cuda")
-    window = torch.zeros((last + 1, *small.conv_state.shape[1:]), dtype=torch.bfloat16, device="cuda")
-    state[last - used] = small.state[used]
-    window[last - used] = small.conv_state[used]
-    large = replace(small, state=state, conv_state=window, slots=last - small.slots)
     compiled = stream.compile(problem, stream.Spec(), replace(current_gpu(), sms=3))
-    stream.launch(compiled, small, torch.cuda.current_stream().cuda_stream)
-    out = small.out.clone()
-    stream.launch(compiled, large, torch.cuda.current_stream().cuda_stream)
-    torch.cuda.synchronize()
-    assert torch.equal(large.out, out)
-    assert torch.equal(state[last - used], small.state[used])
-    assert torch.equal(window[last - used], small.conv_state[used])
+    check_far_pages(stream, compiled, small)
 
 
 @pytest.mark.parametrize(("kind", "tokens"), FEW)
@@ -176,15 +130,4 @@ def test_repeated_launches_agree(kind: Any, tokens: int, ahead: bool) -> None:
     """A chain of launches with programmatic edges over eight layers; bits depend on the inputs alone."""
     problem = Problem(kind, 33, 12, tokens)
     compiled = stream.compile(problem, stream.Spec(ahead=ahead, pdl=True), current_gpu())
-    runs = []
-    for _ in range(2):
-        layers = [make_step(problem, seed=6 + i) for i in range(8)]
-        for _ in range(5):
-            for operands in layers:
-                stream.launch(compiled, operands, torch.cuda.current_stream().cuda_stream)
-        torch.cuda.synchronize()
-        runs.append(layers)
-    for first, second in zip(*runs, strict=True):
-        for name in ("out", "state", "conv_state", "corrections", "key_gates"):
-            a, b = getattr(first, name), getattr(second, name)
-            assert a is b is None or torch.equal(a.nan_to_num(), b.nan_to_num())
+    check_repeatable(stream, compiled, lambda i: make_step(problem, seed=6 + i))

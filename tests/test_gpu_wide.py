@@ -8,9 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from test_gpu_split import any_strides, bf16_weights, longer_window
+from gpu_checks import (
+    any_strides,
+    bf16_weights,
+    check,
+    check_far_pages,
+    check_repeatable,
+    longer_records,
+    longer_window,
+)
 
-from kda_kernels import compare, reference, wide
+from kda_kernels import wide
 from kda_kernels.gpu import current_gpu
 from kda_kernels.operands import StepOperands, make_step
 from kdabench.problem import Problem
@@ -25,16 +33,6 @@ KINDS = (
 FEW = tuple(k for k in KINDS if k[:2] in (("decode", 1), ("record", 3), ("record", 4), ("record", 8), ("spec", 3)))
 
 
-def checked(problem: Problem, of: wide.Spec, operands: StepOperands) -> None:
-    """Poison, launch, compare everything that the step may and may not write."""
-    compiled = wide.compile(problem, of, current_gpu())
-    expected = reference.step(problem, operands)
-    compare.poison(operands)
-    wide.launch(compiled, operands, torch.cuda.current_stream().cuda_stream)
-    torch.cuda.synchronize()
-    assert compare.check_step(problem, operands, expected) is None
-
-
 @pytest.mark.parametrize(("kind", "tokens", "form"), KINDS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("gate_mode", [0, 1])
@@ -42,7 +40,7 @@ def checked(problem: Problem, of: wide.Spec, operands: StepOperands) -> None:
 def test_every_kind(kind: Any, tokens: int, form: Any, dtype: Any, gate_mode: int, inputs: Any) -> None:
     problem = Problem(kind, 37, 3, tokens, state_dtype=dtype)
     operands = make_step(problem, seed=tokens, pad=64, null_requests=(0, 7, 36), inputs=inputs)
-    checked(problem, wide.Spec(form, gate_mode=gate_mode), operands)
+    check(wide, problem, wide.Spec(form, gate_mode=gate_mode), operands)
 
 
 @pytest.mark.parametrize("heads", [1, 6, 8, 12, 24, 64, 96])
@@ -50,7 +48,7 @@ def test_every_kind(kind: Any, tokens: int, form: Any, dtype: Any, gate_mode: in
 @pytest.mark.parametrize("pdl", [False, True])
 def test_heads_that_fill_the_machine(heads: int, kind: Any, tokens: int, form: Any, pdl: bool) -> None:
     problem = Problem(kind, 16, heads, tokens)
-    checked(problem, wide.Spec(form, pdl=pdl), make_step(problem, seed=heads, null_requests=(3,)))
+    check(wide, problem, wide.Spec(form, pdl=pdl), make_step(problem, seed=heads, null_requests=(3,)))
 
 
 @pytest.mark.parametrize(("kind", "tokens", "form"), FEW)
@@ -59,7 +57,7 @@ def test_heads_that_fill_the_machine(heads: int, kind: Any, tokens: int, form: A
 def test_choices(kind: Any, tokens: int, form: Any, dtype: Any, choices: dict[str, Any]) -> None:
     problem = Problem(kind, 9, 6, tokens, state_dtype=dtype)
     operands = make_step(problem, seed=1, pad=16, null_requests=(4,), inputs="generic")
-    checked(problem, wide.Spec(form, **choices), operands)
+    check(wide, problem, wide.Spec(form, **choices), operands)
 
 
 @pytest.mark.parametrize("tokens", range(2, 9))
@@ -67,7 +65,7 @@ def test_choices(kind: Any, tokens: int, form: Any, dtype: Any, choices: dict[st
 @pytest.mark.parametrize("ctas", [1, 2, 3])
 def test_records_with_fewer_lines_of_the_state_at_a_time(tokens: int, layout: Any, ctas: int) -> None:
     problem = Problem("record", 90, 12, tokens, conv_layout=layout)
-    checked(problem, wide.Spec("chunked", ctas=ctas), make_step(problem, seed=7, pad=16, null_requests=(4,)))
+    check(wide, problem, wide.Spec("chunked", ctas=ctas), make_step(problem, seed=7, pad=16, null_requests=(4,)))
 
 
 @pytest.mark.parametrize("tokens", [2, 5, 8])
@@ -78,7 +76,7 @@ def test_spec_goes_on_from_any_token_in_place(tokens: int, dtype: Any) -> None:
     operands = make_step(problem, seed=8, pad=16)
     assert operands.accepted is not None
     operands.accepted.copy_(torch.arange(tokens + 2, device=operands.accepted.device))
-    checked(problem, wide.Spec(), operands)
+    check(wide, problem, wide.Spec(), operands)
 
 
 @pytest.mark.parametrize(("kind", "tokens", "form"), FEW)
@@ -103,20 +101,13 @@ def test_layouts_and_weights(
     choices: dict[str, Any],
 ) -> None:
     problem = Problem(kind, 5, 3, tokens, conv_layout=layout)
-    checked(problem, wide.Spec(form, **choices), change(make_step(problem, seed=2, null_requests=(1, 4))))
+    check(wide, problem, wide.Spec(form, **choices), change(make_step(problem, seed=2, null_requests=(1, 4))))
 
 
 @pytest.mark.parametrize("tokens", [2, 4, 8])
 def test_records_longer_than_the_window_in_any_order(tokens: int) -> None:
     problem = Problem("record", 6, 3, tokens)
-    o = make_step(problem, seed=3)
-    assert o.record_rows is not None
-    rows = o.record_rows + 2
-    rows[3] = -4
-    corrections = torch.randn(9, 3, tokens + 3, 128, device="cuda")
-    key_gates = torch.randn(9, 3, tokens + 3, 256, device="cuda").to(torch.bfloat16)
-    o = replace(o, corrections=corrections, key_gates=key_gates, record_rows=rows)
-    checked(problem, wide.Spec("chunked"), o)
+    check(wide, problem, wide.Spec("chunked"), longer_records(make_step(problem, seed=3)))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -127,29 +118,15 @@ def test_gates_at_their_bounds(dtype: Any, bound: float) -> None:
     o = make_step(problem, seed=4, lower_bound=bound)
     o.dt_bias[::2] = 20
     o.dt_bias[1::4] = -20
-    checked(problem, wide.Spec("chunked"), o)
+    check(wide, problem, wide.Spec("chunked"), o)
 
 
 @pytest.mark.parametrize(("kind", "tokens", "form"), [("decode", 1, "recurrence"), ("record", 2, "chunked")])
 def test_offsets_beyond_32_bits(kind: Any, tokens: int, form: Any) -> None:
     problem = Problem(kind, 2, 12, tokens)
     small = make_step(problem, seed=5)
-    last = 2**31 // (12 * 128 * 128) + 8  # pages whose first element lies past 2^31
-    used = torch.arange(1, small.state.shape[0], device="cuda")
-    state = torch.empty((last + 1, 12, 128, 128), device="cuda")
-    window = torch.zeros((last + 1, *small.conv_state.shape[1:]), dtype=torch.bfloat16, device="cuda")
-    state[last - used] = small.state[used]
-    window[last - used] = small.conv_state[used]
-    large = replace(small, state=state, conv_state=window, slots=last - small.slots)
     compiled = wide.compile(problem, wide.Spec(form), current_gpu())
-    for operands in (small, large):
-        wide.launch(compiled, operands, torch.cuda.current_stream().cuda_stream)
-        if operands is small:
-            out = small.out.clone()
-    torch.cuda.synchronize()
-    assert torch.equal(large.out, out)
-    assert torch.equal(state[last - used], small.state[used])
-    assert torch.equal(window[last - used], small.conv_state[used])
+    check_far_pages(wide, compiled, small)
 
 
 @pytest.mark.parametrize(("kind", "tokens", "form"), FEW)
@@ -157,15 +134,4 @@ def test_repeated_launches_agree(kind: Any, tokens: int, form: Any) -> None:
     """A chain of launches with programmatic edges over eight layers; bits depend on the inputs alone."""
     problem = Problem(kind, 33, 12, tokens)
     compiled = wide.compile(problem, wide.Spec(form, pdl=True), current_gpu())
-    runs = []
-    for _ in range(2):
-        layers = [make_step(problem, seed=6 + i) for i in range(8)]
-        for _ in range(5):
-            for operands in layers:
-                wide.launch(compiled, operands, torch.cuda.current_stream().cuda_stream)
-        torch.cuda.synchronize()
-        runs.append(layers)
-    for first, second in zip(*runs, strict=True):
-        for name in ("out", "state", "conv_state", "corrections", "key_gates"):
-            a, b = getattr(first, name), getattr(second, name)
-            assert a is b is None or torch.equal(a.nan_to_num(), b.nan_to_num())
+    check_repeatable(wide, compiled, lambda i: make_step(problem, seed=6 + i))

@@ -11,24 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_checks import bf16_weights, check
 
-from kda_kernels import compare, reference, ws
+from kda_kernels import ws
 from kda_kernels.gpu import current_gpu
 from kda_kernels.operands import StepOperands, make_step
 from kdabench.problem import Problem
 
 pytestmark = pytest.mark.gpu
-
-
-def checked(problem: Problem, spec: ws.Spec, operands: StepOperands, sms: int | None = None) -> None:
-    """Poison, launch, compare everything that the step may and may not write."""
-    gpu = current_gpu()
-    compiled = ws.compile(problem, spec, gpu if sms is None else replace(gpu, sms=sms))
-    expected = reference.step(problem, operands)
-    compare.poison(operands)
-    ws.launch(compiled, operands, torch.cuda.current_stream().cuda_stream)
-    torch.cuda.synchronize()
-    assert compare.check_step(problem, operands, expected) is None
 
 
 @pytest.mark.parametrize("tokens", range(2, 9))
@@ -38,8 +28,8 @@ def checked(problem: Problem, spec: ws.Spec, operands: StepOperands, sms: int | 
 def test_every_window(tokens: int, dtype: Any, layout: Any, kind: Any) -> None:
     problem = Problem(kind, 37, 3, tokens, state_dtype=dtype, conv_layout=layout)
     operands = make_step(problem, seed=tokens, pad=64, null_requests=(0, 7, 8, 36), inputs="generic")
-    checked(problem, ws.Spec(), operands)
-    checked(problem, ws.Spec(), operands, sms=9)
+    check(ws, problem, ws.Spec(), operands)
+    check(ws, problem, ws.Spec(), operands, sms=9)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -47,14 +37,14 @@ def test_every_window(tokens: int, dtype: Any, layout: Any, kind: Any) -> None:
 @pytest.mark.parametrize("sms", [1, 5, None])
 def test_decode(dtype: Any, layout: Any, sms: int | None) -> None:
     problem = Problem("decode", 37, 3, state_dtype=dtype, conv_layout=layout)
-    checked(problem, ws.Spec(), make_step(problem, seed=1, pad=64, null_requests=(0, 7, 8, 36)), sms)
+    check(ws, problem, ws.Spec(), make_step(problem, seed=1, pad=64, null_requests=(0, 7, 8, 36)), sms)
 
 
 def test_accepted_counts_beyond_the_window_and_none() -> None:
     problem = Problem("spec", 9, 2, 3)
     o = make_step(problem, seed=8, null_requests=(4,))
     accepted = torch.arange(-1, 8, dtype=torch.int32, device="cuda")
-    checked(problem, ws.Spec(), replace(o, accepted=accepted), sms=4)
+    check(ws, problem, ws.Spec(), replace(o, accepted=accepted), sms=4)
 
 
 @pytest.mark.parametrize("sms", [1, 2, 3, 4, 5, 7])
@@ -64,7 +54,7 @@ def test_items_per_cta(sms: int, requests: int, heads: int, dtype: Any) -> None:
     """1, 2, 3, 7 and more, last CTAs with fewer."""
     problem = Problem("record", requests, heads, 4, state_dtype=dtype)
     null = (requests // 2,) if requests > 2 else ()
-    checked(problem, ws.Spec(), make_step(problem, seed=sms, null_requests=null), sms)
+    check(ws, problem, ws.Spec(), make_step(problem, seed=sms, null_requests=null), sms)
 
 
 @pytest.mark.parametrize("heads", [1, 6, 8, 12, 24, 64, 96])
@@ -72,19 +62,14 @@ def test_items_per_cta(sms: int, requests: int, heads: int, dtype: Any) -> None:
 @pytest.mark.parametrize("pdl", [False, True])
 def test_heads_that_fill_the_machine(heads: int, tokens: int, pdl: bool) -> None:
     problem = Problem("record", 40, heads, tokens)
-    checked(problem, ws.Spec(pdl=pdl), make_step(problem, seed=heads, null_requests=(3,)))
+    check(ws, problem, ws.Spec(pdl=pdl), make_step(problem, seed=heads, null_requests=(3,)))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("tokens", [4, 8])
 def test_many_items(dtype: Any, tokens: int) -> None:
     problem = Problem("record", 256, 12, tokens, state_dtype=dtype)
-    checked(problem, ws.Spec(), make_step(problem, seed=2, null_requests=(0, 100, 101, 255)))
-
-
-def bf16_weights(o: StepOperands) -> StepOperands:
-    assert o.conv_bias is not None
-    return replace(o, conv_weight=o.conv_weight.bfloat16(), conv_bias=o.conv_bias.bfloat16())
+    check(ws, problem, ws.Spec(), make_step(problem, seed=2, null_requests=(0, 100, 101, 255)))
 
 
 @pytest.mark.parametrize("tokens", [3, 8])
@@ -106,7 +91,7 @@ def test_choices(
     problem = Problem("record", 9, 6, tokens, state_dtype=dtype)
     operands = make_step(problem, seed=1, pad=16, null_requests=(4,), inputs="generic")
     spec = ws.Spec(**choices)
-    checked(problem, spec, operands if change is None else change(operands), sms=6)
+    check(ws, problem, spec, operands if change is None else change(operands), sms=6)
 
 
 @pytest.mark.parametrize("layout", ["dim-first", "window-major"])
@@ -124,7 +109,7 @@ def test_padded_strides_and_longer_windows(layout: Any, tokens: int, window: int
     rows, pitch = o.projected.shape
     projected = torch.full((rows, pitch + 24), torch.nan, dtype=torch.bfloat16, device="cuda")
     projected[:, :pitch] = o.projected
-    checked(problem, ws.Spec(window=window), replace(o, conv_state=conv_state, projected=projected), sms=5)
+    check(ws, problem, ws.Spec(window=window), replace(o, conv_state=conv_state, projected=projected), sms=5)
 
 
 def test_longer_records_negative_rows_and_a_column_of_a_slot_table() -> None:
@@ -139,15 +124,15 @@ def test_longer_records_negative_rows_and_a_column_of_a_slot_table() -> None:
         "corrections": torch.randn(16, 6, 7, 128, device="cuda"),
         "key_gates": torch.randn(16, 6, 7, 256, device="cuda").bfloat16(),
     }
-    checked(problem, ws.Spec(), replace(o, record_rows=rows, slots=table[:, :1], **records), sms=4)
+    check(ws, problem, ws.Spec(), replace(o, record_rows=rows, slots=table[:, :1], **records), sms=4)
 
 
 @pytest.mark.parametrize("null", [(0,), (0, 1), tuple(range(6))])
 def test_null_requests_first_last_and_alone(null: tuple[int, ...]) -> None:
     problem = Problem("record", 6, 2, 4)
     for sms in (1, 2, 6):
-        checked(problem, ws.Spec(), make_step(problem, seed=5, null_requests=null), sms)
-        checked(problem, ws.Spec(), make_step(problem, seed=6, null_requests=tuple(5 - b for b in null)), sms)
+        check(ws, problem, ws.Spec(), make_step(problem, seed=5, null_requests=null), sms)
+        check(ws, problem, ws.Spec(), make_step(problem, seed=6, null_requests=tuple(5 - b for b in null)), sms)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -242,7 +242,7 @@ def test_launch_names_operands_that_do_not_fit(change: Any, named: str) -> None:
 # Whole steps on the CPU, the CTAs of a cluster side by side.
 @pytest.fixture(scope="module")
 def emulated() -> Any:
-    return simt_cluster.load("arguments", "blocks", "split")["split"]
+    return simt_cluster.load("split")["split"]
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_threads_cover_their_parts_once(shape: tuple[int, int], tokens: int, dty
 
 @pytest.fixture(scope="module")
 def emulated() -> ModuleType:
-    modules: dict[str, Any] = simt_cluster.load("blocks", "arguments", "chunked", "split", "split_chunked")
+    modules: dict[str, Any] = simt_cluster.load("split", "split_chunked")
     modules["split"]._chunked = lambda: modules["split_chunked"]
     return modules["split"]
 

@@ -161,7 +161,7 @@ def test_the_group_that_is_waited_for_is_complete(groups: int, count: int) -> No
 
 @pytest.fixture(scope="module")
 def emulated() -> ModuleType:
-    return simt_cluster.load("blocks", "arguments", "chunked", "walk", "stream")["stream"]
+    return simt_cluster.load("stream")["stream"]
 
 
 # Two CTAs share the items. With three heads each changes heads on its way, and of six items each has three, so that
@@ -226,16 +226,16 @@ def test_emulation_notices_a_missing_barrier(emulated: ModuleType, monkeypatch: 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_cells_of_rows_cover_a_page_once(emulated: ModuleType, dtype: str) -> None:
     """Every 16 bytes of a page come to one cell, as far from a 128-byte line as it; a half-warp asks for whole rows."""
-    P = emulated.plan(problem("decode", 1, dtype), emulated.Spec())
+    P, rows = emulated.plan(problem("decode", 1, dtype), emulated.Spec()), emulated.state_rows
     item_bytes = 4 if dtype == "fp32" else 2
     cells, units = set(), set()
     for thread in range(256):
         at = emulated.Place(simt.Int32(thread), simt.Int32(thread // 32), simt.Int32(thread % 32))
         for group in range(P.groups):
             first = simt.Int32(16 * thread + group * P.piece_cells)
-            source = simt.Int64(0) + emulated.row_piece(simt.Int32(group), at, P)
+            source = simt.Int64(0) + rows.first_cell(simt.Int32(group), at.warp, at.lane, P)
             for shared, address, nbytes in simt.asked_copies(
-                thread, emulated.ask_rows, first, source, simt.Int64(0), P
+                thread, rows.ask_piece, first, source, 0, simt.Int64(0), P
             ):
                 assert nbytes == 16
                 assert shared % 128 == address % 128

@@ -33,7 +33,7 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> object:
 
 @pytest.fixture(scope="module")
 def emulated() -> ModuleType:
-    return simt_cluster.load("blocks", "arguments", "chunked", "wide")["wide"]
+    return simt_cluster.load("wide")["wide"]
 
 
 def problem(kind: str = "record", tokens: int = 8, state_dtype: str = "fp32", **more: Any) -> Problem:
@@ -253,9 +253,11 @@ def test_cells_of_rows_cover_a_state_once(emulated: ModuleType, dtype: str) -> N
     P = m.plan(problem("decode", 1, dtype), m.Spec())
     cells, units = set(), set()
     for thread, group in itertools.product(range(256), range(4)):
-        item = simt.Int64(0) + m._row_piece(simt.Int32(thread // 32), simt.Int32(thread % 32), P)
+        rows = m.state_rows
+        warp, lane = simt.Int32(thread // 32), simt.Int32(thread % 32)
+        item = simt.Int64(0) + rows.first_cell(simt.Int32(0), warp, lane, P)
         for shared, address, nbytes in simt.asked_copies(
-            thread, m.stage_rows, simt.Int32(16 * thread), item, group, simt.Int64(0), P
+            thread, rows.ask_piece, simt.Int32(16 * thread), item, group * m.PIECE_ROWS, simt.Int64(0), P
         ):
             assert nbytes == 16
             assert shared // 16 % 256 == thread

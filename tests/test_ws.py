@@ -49,7 +49,6 @@ def problem(tokens: int = 8, kind: Any = None, **sizes: Any) -> Problem:
         (Problem("commit", 4, 6, 4), {}, "kind=commit"),
         (problem(), {"gate_mode": 2}, "gate_mode=2 is not one of 0, 1"),
         (problem(), {"terms": 3}, "terms=3"),
-        (problem(), {"arrivals": "lane"}, "arrivals='lane' is not one of warp, thread"),
         (problem(), {"terms": 1}, "terms=1: only record with a BF16 state"),
         (problem(4, "spec", state_dtype="bf16"), {"terms": 1}, "terms=1: only record"),
         (problem(), {"conv_weight_dtype": "fp16"}, "conv_weight_dtype='fp16'"),
@@ -471,7 +470,7 @@ def test_coefficients_that_are_used_are_loaded(tokens: int) -> None:
 
 @pytest.fixture(scope="module")
 def emulated() -> dict[str, ModuleType]:
-    return simt_cluster.load("blocks", "arguments", "walk", "ws_plan", "ws_prologue", "ws")
+    return simt_cluster.load("ws")
 
 
 def emulate(modules: dict[str, Any], of: Problem, choices: dict[str, Any], draw: dict[str, Any], sms: int) -> Any:
@@ -494,7 +493,6 @@ CASES: dict[str, tuple[Problem, dict[str, Any], dict[str, Any]]] = {
         {"inputs": "generic"},
     ),
     "window-major": (few("record", 5, 2, conv_layout="window-major"), {}, {"conv_bias": False}),
-    "arrivals of all threads": (few("record", 2, 3), {"arrivals": "thread"}, {}),
     "decode": (few("decode", 1, 3, conv_layout="window-major", state_dtype="bf16"), {}, {"null_requests": (1,)}),
     "spec": (few("spec", 5, 2), {}, {"null_requests": (1,)}),
 }
@@ -535,7 +533,6 @@ def test_one_cta_per_sm_and_no_spills(kind: str, tokens: int, dtype: Any, layout
     ("tokens", "choices"),
     [
         (7, {"gate_mode": 1}),
-        (8, {"arrivals": "thread"}),
         (7, {"conv_weight_dtype": "bf16", "window": 11}),
         (1, {"gate_mode": 1, "conv_weight_dtype": "bf16", "window": 10}),
     ],

@@ -5,14 +5,12 @@ A kernel is launched with the fields of `Arguments` in order; a field that it do
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, get_type_hints
+from typing import Literal, NamedTuple, Protocol, get_type_hints
 
 from cutlass import Float32, Int32, Int64
 
 from kda_kernels.operands import StepOperands
-from kdabench.problem import HEAD_DIM
-
-SOURCE = "arguments.py"
+from kdabench.problem import HEAD_DIM, Problem
 
 _UNIT = 8  # bf16 elements of a 16-byte copy
 _BF16, _F32, _INT32 = "torch.bfloat16", "torch.float32", "torch.int32"
@@ -134,6 +132,15 @@ class Rules(Protocol):
     def window(self) -> int: ...
     @property
     def streamable(self) -> bool: ...
+
+
+def window_rules(problem: Problem, streamable: bool, entries: int | None) -> tuple[Literal["rows", "taps", "any"], int]:
+    """`layout` and `window` of `Rules`. entries: most of a `rows` window; None: those of the problem."""
+    if not streamable:
+        return "any", 0
+    if problem.conv_layout == "window-major":
+        return "taps", 0
+    return "rows", problem.window if entries is None else entries
 
 
 def _refuse(o: StepOperands, name: str, rule: str) -> None:

@@ -14,12 +14,14 @@ from cutlass._mlir.dialects import llvm
 
 arch = cute.arch
 
-_LOG2E = 1.4426950408889634
+LOG2E = 1.4426950408889634
+KEY_EPS = 1e-6
+"""Added to |q|^2 and |k|^2."""
 
 
 @cute.jit
 def exp(x: Float32) -> Float32:
-    return cute.math.exp2(x * Float32(_LOG2E), approx=True, ftz=True)
+    return cute.math.exp2(x * Float32(LOG2E), approx=True, ftz=True)
 
 
 @cute.jit
@@ -29,7 +31,7 @@ def rsqrt(x: Float32) -> Float32:
 
 @cute.jit
 def sigmoid(x: Float32) -> Float32:
-    return arch.rcp_approx(Float32(1) + cute.math.exp2(x * Float32(-_LOG2E), approx=True, ftz=True))
+    return arch.rcp_approx(Float32(1) + cute.math.exp2(x * Float32(-LOG2E), approx=True, ftz=True))
 
 
 @cute.jit
@@ -80,6 +82,16 @@ def copy_async_hinted(shared: Int32, address: Int64, nbytes: cutlass.Constexpr, 
         f"cp.async.{cache}.shared.global.L2::cache_hint [{{$r0}}], [{{$r1}}], {nbytes}, {{$r2}};",
         read_only_args=[shared, address, policy],
     )
+
+
+@cute.jit
+def copy_out(shared: Int32, address: Int64) -> None:
+    """16 bytes from shared to global memory."""
+    words = cute.make_rmem_tensor(4, Uint32)
+    source = cute.make_ptr(Uint32, shared, cutlass.AddressSpace.smem, assumed_align=16)
+    target = cute.make_ptr(Uint32, address, cutlass.AddressSpace.gmem, assumed_align=16)
+    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), words)
+    cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(4)))
 
 
 @cute.jit
@@ -154,6 +166,21 @@ def lane_sum(x: Float32, first: cutlass.Constexpr, lanes: cutlass.Constexpr) -> 
         x += arch.shuffle_sync_bfly(x, offset=distance)
         distance = distance * 2
     return x
+
+
+@cute.jit
+def normalizers(
+    q: cute.Tensor, k: cute.Tensor, scale: Float32, lanes: cutlass.Constexpr
+) -> tuple[Float32, Float32, Float32]:
+    """rk, rq and (k.q) rk rq of a token whose q and k are spread over `lanes` lanes."""
+    kk, qq, kq = Float32(0), Float32(0), Float32(0)
+    for i in cutlass.range_constexpr(cute.size(q)):
+        kk += k[i] * k[i]
+        qq += q[i] * q[i]
+        kq += k[i] * q[i]
+    rk = rsqrt(lane_sum(kk, 1, lanes) + Float32(KEY_EPS))
+    rq = scale * rsqrt(lane_sum(qq, 1, lanes) + Float32(KEY_EPS))
+    return rk, rq, lane_sum(kq, 1, lanes) * rk * rq
 
 
 @cute.jit

@@ -25,13 +25,15 @@ No function here has a CTA barrier. Source: docs/operation.md, "The same, chunke
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
-from kda_kernels import blocks
+from kda_kernels import blocks, conv_window
+from kda_kernels.conv_window import HISTORY, Window
+from kda_kernels.prologue import Record
 from kdabench.problem import CONV_WIDTH, HEAD_DIM
 
 arch = cute.arch
@@ -43,34 +45,18 @@ STEPS = HEAD_DIM // 16
 """k16 steps of a product over the 128 columns."""
 WARPS = HEAD_DIM // 16
 """Warps that share a state of 128 rows."""
+SOLVER = WARPS - 1
+"""The warp that solves, where there are no more: one of those that convolve nothing."""
+CONVOLVING_WARPS = 3 * HEAD_DIM // 2 // 32
+"""A thread of these convolves two channels."""
 LINE_BYTES = 128 * HEAD_DIM
 """Of a line of every row."""
 
-_HISTORY = CONV_WIDTH - 1
-_LOG2E = 1.4426950408889634
-_KEY_EPS = 1e-6
 
 GAMMA_PITCH = HEAD_DIM + 4
 """Floats per token of Gamma in shared memory: a quad of lanes writes four pairs of tokens without bank conflicts."""
 QKV_PITCH = 3 * HEAD_DIM + 8
 """The same, BF16 elements, of q, k and v."""
-
-
-class Window(NamedTuple):
-    """A request's convolution window: address of its page, element strides, first entry of the history."""
-
-    page: Int64
-    channel_stride: Int32
-    tap_stride: Int32
-    start: Int32
-
-
-class Record(NamedTuple):
-    """A request's record row, negative for none, and the addresses of the item's entries in it."""
-
-    row: Int32
-    key_gates: Int64
-    corrections: Int64
 
 
 @dataclass(frozen=True)
@@ -119,7 +105,7 @@ class Shape:
     @property
     def history(self) -> int:
         """Entries kept in front of the inputs: the window's last three, unless it is copied whole."""
-        return 0 if self.layout == "rows" else _HISTORY
+        return 0 if self.layout == "rows" else HISTORY
 
     @property
     def slots(self) -> int:
@@ -185,28 +171,10 @@ class Shape:
 
 
 @cute.jit
-def pack(low: Float32, high: Float32) -> Uint32:
-    """Two floats, rounded to BF16, as the halves of a word."""
-    return arch.inline_ptx(
-        "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Uint32], read_only_args=[low, high]
-    )
-
-
-@cute.jit
-def low_half(word: Uint32) -> Float32:
-    return arch.inline_ptx("shl.b32 {$w0}, {$r0}, 16;", write_only_types=[Float32], read_only_args=[word])
-
-
-@cute.jit
-def high_half(word: Uint32) -> Float32:
-    return arch.inline_ptx("and.b32 {$w0}, {$r0}, 0xffff0000;", write_only_types=[Float32], read_only_args=[word])
-
-
-@cute.jit
 def split_rounded(x: Float32, y: Float32) -> tuple[Uint32, Uint32]:
     """hi and lo of two floats, hi rounded to nearest: the two leave 2^-18 of each."""
-    high = pack(x, y)
-    return high, pack(x - low_half(high), y - high_half(high))
+    high = blocks.pack(x, y)
+    return high, blocks.pack(x - blocks.low_half(high), y - blocks.high_half(high))
 
 
 @cute.jit
@@ -215,7 +183,7 @@ def split_truncated(x: Float32, y: Float32) -> tuple[Uint32, Uint32]:
     high = arch.inline_ptx("prmt.b32 {$w0}, {$r0}, {$r1}, 0x7632;", write_only_types=[Uint32], read_only_args=[x, y])
     rest_x = arch.inline_ptx("and.b32 {$w0}, {$r0}, 0xffff0000;", write_only_types=[Float32], read_only_args=[x])
     rest_y = arch.inline_ptx("and.b32 {$w0}, {$r0}, 0xffff0000;", write_only_types=[Float32], read_only_args=[y])
-    return high, pack(x - rest_x, y - rest_y)
+    return high, blocks.pack(x - rest_x, y - rest_y)
 
 
 @cute.jit
@@ -290,11 +258,12 @@ def store_gammas(
     cute.autovec_copy(
         cute.make_tensor(s_dt.iterator, cute.make_layout((2, HEAD_DIM // 2), stride=(1, 2)))[None, feature // 2], biases
     )
-    rounded = (pack(raw[0], raw[2]), pack(raw[1], raw[3]))  # a word per token
+    rounded = (blocks.pack(raw[0], raw[2]), blocks.pack(raw[1], raw[3]))  # a word per token
     logs = cute.make_rmem_tensor((2, 2), Float32)  # (feature, token), base 2
     for side in range_constexpr(2):
-        logs[0, side] = blocks.log_decay(low_half(rounded[side]), biases[0], exp_A, lower_bound) * Float32(_LOG2E)
-        logs[1, side] = blocks.log_decay(high_half(rounded[side]), biases[1], exp_A, lower_bound) * Float32(_LOG2E)
+        for i in range_constexpr(2):
+            gate = blocks.high_half(rounded[side]) if const_expr(i == 1) else blocks.low_half(rounded[side])
+            logs[i, side] = blocks.log_decay(gate, biases[i], exp_A, lower_bound) * Float32(blocks.LOG2E)
     for i in range_constexpr(2):
         total = logs[i, 0] + logs[i, 1]
         for distance in (1, 2):
@@ -342,23 +311,23 @@ def convolve_with(
         cute.make_layout((pairs, 3, P.tokens), stride=(1, pairs, QKV_PITCH // 2)),
     )
     key = record.key_gates + Int64(pair) * 4
-    words = cute.make_rmem_tensor(_HISTORY + P.tokens, Uint32)  # both channels of an entry: the history, then inputs
+    words = cute.make_rmem_tensor(HISTORY + P.tokens, Uint32)  # both channels of an entry: the history, then inputs
     if const_expr(P.layout == "rows"):
         take_history(words, M, window, task)
     else:
-        for e in range_constexpr(_HISTORY):
+        for e in range_constexpr(HISTORY):
             words[e] = inputs[pair, part, e]
     for t in range_constexpr(P.tokens):
         if const_expr(t == 4):
             arch.sync_warp()  # all inputs at once take too many registers
-        words[_HISTORY + t] = inputs[pair, part, P.history + t]
+        words[HISTORY + t] = inputs[pair, part, P.history + t]
         y = cute.make_rmem_tensor(2, Float32)
         for i in range_constexpr(2):
             y[i] = bias[i].to(Float32)
             for tap in range_constexpr(CONV_WIDTH):
-                seen = high_half(words[t + tap]) if const_expr(i == 1) else low_half(words[t + tap])
+                seen = blocks.high_half(words[t + tap]) if const_expr(i == 1) else blocks.low_half(words[t + tap])
                 y[i] += taps[i, tap].to(Float32) * seen
-        rounded = pack(y[0] * blocks.sigmoid(y[0]), y[1] * blocks.sigmoid(y[1]))
+        rounded = blocks.pack(y[0] * blocks.sigmoid(y[0]), y[1] * blocks.sigmoid(y[1]))
         results[pair, part, t] = rounded
         if part == 1 and record.row >= 0:
             blocks.put(Uint32, key + t * (4 * HEAD_DIM), rounded)
@@ -369,14 +338,10 @@ def convolve_with(
 @cute.jit
 def take_history(words: cute.Tensor, M: cutlass.Constexpr, window: Window, task: Int32) -> None:
     """Entries start .. start+2 of two channels of a window that is copied whole, a word for each."""
-    entries = window.channel_stride
-    place = 2 * task * entries + window.start
     values = cute.make_tensor(
-        cute.recast_ptr(words.iterator, dtype=BFloat16), cute.make_layout((2, _HISTORY), stride=(1, 2))
+        cute.recast_ptr(words.iterator, dtype=BFloat16), cute.make_layout((2, HISTORY), stride=(1, 2))
     )
-    for i in range_constexpr(2):
-        for e in range_constexpr(_HISTORY):
-            values[i, e] = M.window[place + i * entries + e]
+    conv_window.take_history(values, M, window, 2 * task)
 
 
 @cute.jit
@@ -462,8 +427,8 @@ def _build_token(
         for e in range_constexpr(4):
             kk += k[e] * k[e]
             qq += q[e] * q[e]
-        rk = blocks.rsqrt(blocks.lane_sum(kk, 1, 32) + Float32(_KEY_EPS))
-        rq = scale * blocks.rsqrt(blocks.lane_sum(qq, 1, 32) + Float32(_KEY_EPS))
+        rk = blocks.rsqrt(blocks.lane_sum(kk, 1, 32) + Float32(blocks.KEY_EPS))
+        rq = scale * blocks.rsqrt(blocks.lane_sum(qq, 1, 32) + Float32(blocks.KEY_EPS))
         for e in range_constexpr(4):
             aged_k[e] = k[e] * rk * gamma[e]
             aged_q[e] = q[e] * rq * gamma[e]
@@ -496,7 +461,7 @@ def _build_vector(
         square = Float32(0)
         for e in range_constexpr(4):
             square += x[e] * x[e]
-        factor = blocks.rsqrt(blocks.lane_sum(square, 1, 32) + Float32(_KEY_EPS))
+        factor = blocks.rsqrt(blocks.lane_sum(square, 1, 32) + Float32(blocks.KEY_EPS))
         if is_query == 1:
             factor = factor * scale
         for e in range_constexpr(4):
@@ -516,7 +481,7 @@ def _quad(s_qkv: cute.Tensor, part: Int32, token: Int32, lane: Int32, P: cutlass
     )
     pair = cute.make_rmem_tensor(2, Uint32)
     cute.autovec_copy(words[None, lane, part, token], pair)
-    return low_half(pair[0]), high_half(pair[0]), low_half(pair[1]), high_half(pair[1])
+    return blocks.low_half(pair[0]), blocks.high_half(pair[0]), blocks.low_half(pair[1]), blocks.high_half(pair[1])
 
 
 @cute.jit
@@ -796,7 +761,7 @@ def values(s_qkv: cute.Tensor, warp: Int32, lane: Int32, P: cutlass.Constexpr) -
     place = 8 * warp + lane // 4
     first = words[place, 2, min(token, P.tokens - 1)]
     second = words[place, 2, min(token + 1, P.tokens - 1)]
-    return low_half(first), low_half(second), high_half(first), high_half(second)
+    return blocks.low_half(first), blocks.low_half(second), blocks.high_half(first), blocks.high_half(second)
 
 
 @cute.jit
@@ -889,24 +854,27 @@ def store_squares(o: cute.Tensor, s_sums: cute.Tensor, warp: Int32, lane: Int32,
 
 @cute.jit
 def output_factors(
-    s_out_gate: cute.Tensor, s_norm_weight: cute.Tensor, warp: Int32, lane: Int32, P: cutlass.Constexpr
+    s_out_gate: cute.Tensor, s_norm_weight: cute.Tensor, tile: Int32, lane: Int32, P: cutlass.Constexpr
 ) -> cute.Tensor:
-    """Norm weight times sigmoid of the output gate, in the order of `values`."""
+    """Norm weight times sigmoid of the output gate, in the order of `values`.
+
+    tile   16 of the CTA's rows
+    """
     words = cute.make_tensor(
-        cute.recast_ptr(s_out_gate.iterator, dtype=Uint32), cute.make_layout((HEAD_DIM // 2, P.tokens))
+        cute.recast_ptr(s_out_gate.iterator, dtype=Uint32), cute.make_layout((P.rows // 2, P.tokens))
     )
     token = first_token(lane, P)
-    place = 8 * warp + lane // 4
+    place = 8 * tile + lane // 4
     weights = cute.make_rmem_tensor(2, Float32)
     cute.autovec_copy(
-        cute.make_tensor(s_norm_weight.iterator, cute.make_layout((2, HEAD_DIM // 2), stride=(1, 2)))[None, place],
+        cute.make_tensor(s_norm_weight.iterator, cute.make_layout((2, P.rows // 2), stride=(1, 2)))[None, place],
         weights,
     )
     factors = cute.make_rmem_tensor(4, Float32)
     for side in range_constexpr(2):
         gates = words[place, min(token + side, P.tokens - 1)]
-        factors[side] = weights[0] * blocks.sigmoid(low_half(gates))
-        factors[2 + side] = weights[1] * blocks.sigmoid(high_half(gates))
+        factors[side] = weights[0] * blocks.sigmoid(blocks.low_half(gates))
+        factors[2 + side] = weights[1] * blocks.sigmoid(blocks.high_half(gates))
     return factors
 
 
@@ -937,6 +905,6 @@ def store_outputs(
         if const_expr(P.slots == 4):
             held = held and lane % 4 >= 2
         if held:
-            word = pack(o[side] * rms * factors[side], o[2 + side] * rms * factors[2 + side])
+            word = blocks.pack(o[side] * rms * factors[side], o[2 + side] * rms * factors[2 + side])
             place = results + (Int64(token + side) * D + 16 * warp + lane // 4 * 2) * 2
             blocks.put(Uint32, place, word)

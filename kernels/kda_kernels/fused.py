@@ -52,29 +52,30 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from kda_kernels import arguments, blocks, chunked, cubin, split, wide
+from kda_kernels import arguments, blocks, chunked, conv_window, cubin, prologue, wide_prologue
 from kda_kernels.arguments import Arguments
+from kda_kernels.conv_window import HISTORY, Window
 from kda_kernels.gpu import Gpu
 from kda_kernels.operands import StepOperands
+from kda_kernels.prologue import ALIGNMENT, UNIT, Operands, Place, Record, Rows
 from kdabench.problem import CONV_WIDTH, HEAD_DIM, Problem, ceil_div
 
 KERNELS = ("kda_fused",)
-SOURCES = ("fused.py", "arguments.py", "chunked.py", "split.py", "wide.py", "blocks.py", "cubin.py")
+SOURCES = (
+    "fused.py",
+    "wide_prologue.py",
+    "chunked.py",
+    "prologue.py",
+    "conv_window.py",
+    "arguments.py",
+    "blocks.py",
+    "cubin.py",
+)
 
-_UNIT = 8  # bf16 elements of a 16-byte copy
-_HISTORY = CONV_WIDTH - 1
 _ROW_BYTES = 4 * HEAD_DIM  # of a state
 _WEIGHING_WARPS = 2
-_CONVOLVING_WARPS = 3 * HEAD_DIM // 2 // 32
-"""A thread of these convolves two channels, with source=shared."""
-_ALIGN = 128
-"""Of every area of shared memory: a cp.async whose target lies otherwise to a sector than its source costs twice."""
 _VECTORS, _SUMS, _SOLUTION = 0, 1, 2
 """mbarriers."""
-_LOG2E = 1.4426950408889634
-_KEY_EPS = 1e-6
-_SM_SMEM = 233_472
-_RESERVED_SMEM = 1_024
 _FEWEST_LINES = 2
 """Of a state that there must be room for at a time."""
 
@@ -246,7 +247,7 @@ class Plan(Common):
             areas["window"] = 6 * rows * self.window
         if self.column_parts > 1:
             areas["parts"] = 512 * self.tiles * self.warps
-        return _aligned(areas)
+        return prologue.aligned(areas)
 
     @property
     def ctas_per_sm(self) -> int:
@@ -256,7 +257,7 @@ class Plan(Common):
         registers = 96
         if self.cells == self.row_cells:
             registers = 128 if self.split == 1 else 168
-        return min(65_536 // (registers * self.threads), _SM_SMEM // (self.smem_bytes + _RESERVED_SMEM))
+        return min(65_536 // (registers * self.threads), prologue.SM_SMEM // (self.smem_bytes + prologue.RESERVED_SMEM))
 
 
 @dataclass(frozen=True)
@@ -294,15 +295,11 @@ class LinesPlan(Common):
         }
         if self.layout == "rows":
             areas["window"] = 3 * row * self.window
-        return _aligned(areas)
+        return prologue.aligned(areas)
 
     @property
     def fits(self) -> bool:
-        return self.ctas_per_sm * (self.smem_bytes + _RESERVED_SMEM) <= _SM_SMEM
-
-
-def _aligned(areas: dict[str, int]) -> dict[str, int]:
-    return {name: _ALIGN * ceil_div(size, _ALIGN) for name, size in areas.items()}
+        return self.ctas_per_sm * (self.smem_bytes + prologue.RESERVED_SMEM) <= prologue.SM_SMEM
 
 
 @dataclass(frozen=True)
@@ -317,16 +314,13 @@ class Compiled:
 
 
 def plan(problem: Problem, spec: Spec) -> Plan | LinesPlan:
-    layout: Literal["rows", "taps", "any"] = "any"
-    if spec.streamable:
-        layout = "rows" if problem.conv_layout == "dim-first" else "taps"
-    window = spec.window if spec.window is not None else problem.window
+    layout, window = arguments.window_rules(problem, spec.streamable, spec.window)
     common: dict[str, Any] = {
         "tokens": problem.tokens,
         "state_dtype": problem.state_dtype,
         "threads": spec.threads,
         "layout": layout,
-        "window": window if layout == "rows" else 0,
+        "window": window,
         "streamable": spec.streamable,
         "weight_dtype": spec.conv_weight_dtype,
         "terms": 2,
@@ -356,7 +350,7 @@ def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
     if problem.state_dtype != "fp32":
         return f"state_dtype={problem.state_dtype}: deferred steps keep an FP32 state"
     for name, value, allowed in (
-        ("split", spec.split, split.SPLITS),
+        ("split", spec.split, prologue.SPLITS),
         ("source", spec.source, ("registers", "shared")),
         ("threads", spec.threads, (256, 288, 320) if spec.source == "shared" else (128, 256)),
         ("gate_mode", spec.gate_mode, (0, 1)),
@@ -440,19 +434,12 @@ def _host_lines(A: Arguments, P: cutlass.Constexpr) -> None:
 
 
 @dataclass(frozen=True)
-class Shared:
+class Shared(Operands):
     """A CTA's shared memory."""
 
     taps: Any  # [3, 4, rows]
     bias: Any  # [3, rows]
-    x: Any  # [history + tokens, 3, rows] bf16
-    f_a: Any  # [tokens, K] bf16, units swizzled by token
-    dt_bias: Any  # [K]
     norm_weight: Any  # [rows]
-    A_log: Any  # [1]
-    out_gate: Any  # [tokens, rows] bf16
-    beta: Any  # [tokens, 2] bf16, of an even head and its neighbour
-    window: Any  # rows: [3, rows, entries] bf16; else the first entries of x
     old_key_gates: Any  # [tokens, 256] bf16
     old_corrections: Any  # [tokens, rows]
     fold: Any  # `Plan.fold_layout`
@@ -471,24 +458,15 @@ class Shared:
     barriers: Any
 
 
-def _viewer(P: Plan | LinesPlan) -> Any:
-    """Allocates all shared memory; the result makes a tensor of a part of an area."""
+def _areas(P: Plan | LinesPlan) -> Any:
+    """All shared memory, by `prologue.viewer`."""
     smem = SmemAllocator()
-    base = smem.allocate_tensor(Uint8, cute.make_layout(P.smem_bytes), byte_alignment=_ALIGN).iterator.toint()
-    starts, offset = {}, 0
-    for name, size in P.areas.items():
-        starts[name] = offset
-        offset += size
-
-    def view(dtype: Any, name: str, layout: Any, skip: int = 0) -> Any:
-        pointer = cute.make_ptr(dtype, base + (starts[name] + skip), SMEM, assumed_align=16)
-        return cute.make_tensor(pointer, cute.make_layout(layout))
-
-    return view
+    area = smem.allocate_tensor(Uint8, cute.make_layout(P.smem_bytes), byte_alignment=ALIGNMENT)
+    return prologue.side_by_side(P.areas, area.iterator.toint())
 
 
 def allocate(P: Plan) -> Shared:
-    view = _viewer(P)
+    view = _areas(P)
     x = view(BFloat16, "x", (P.rows, 3, P.history + P.tokens))
     return Shared(
         taps=view(P.conv_dtype, "taps", (P.rows, CONV_WIDTH, 3)),
@@ -521,20 +499,13 @@ def allocate(P: Plan) -> Shared:
 
 
 @dataclass(frozen=True)
-class SharedLines:
+class SharedLines(Operands):
     """A CTA's shared memory with source=shared: as `Shared` has it, but for what is said here."""
 
     state: Any  # lines as `chunked.copy_line` has them
-    x: Any
-    f_a: Any
     old_key_gates: Any
     fragments: Any  # in the place of x, f_a and old_key_gates
-    window: Any
-    dt_bias: Any
     norm_weight: Any
-    out_gate: Any
-    A_log: Any
-    beta: Any
     fold: Any
     fold_scale: Any
     gamma: Any
@@ -547,7 +518,7 @@ class SharedLines:
 
 
 def allocate_lines(P: LinesPlan) -> SharedLines:
-    view = _viewer(P)
+    view = _areas(P)
     entries = P.history + P.tokens
     x = view(BFloat16, "inputs", (HEAD_DIM, 3, entries))
     f_a = 6 * HEAD_DIM * entries
@@ -621,18 +592,18 @@ def kda_fused(A: Arguments, P: cutlass.Constexpr) -> None:
     inputs = A.projected + Int64(request * P.tokens) * A.pitch * 2
     first = Int64(request * P.tokens) * at.D
     if page > 0:
-        record = record_of(A, row, head)
+        record = prologue.record_of(A, row, head)
         S = cute.make_rmem_tensor((4, 2, P.cells), Float32)
 
         if const_expr(P.layout == "rows"):
-            split.load_window(M, window_of(A, page, Int32(0)), at, P)
+            conv_window.load_own(M, window_of(A, page, Int32(0)), at, P)
         if const_expr(P.records == "all"):
             load_record(M, record, Int32(P.tokens), at, P)
         if const_expr(P.state_first):
             load_rows(S, rows_of(A, page, at, P), P)
         arch.griddepcontrol_wait()
         arch.griddepcontrol_launch_dependents()
-        split.load_projection(M, inputs, A.pitch, at, P)
+        prologue.load_projection(prologue.copy_rows, M, inputs, A.pitch, at, P)
         pending = Int32(0)
         if row >= 0:
             pending = blocks.at(Int32, A.pending, row)
@@ -643,7 +614,7 @@ def kda_fused(A: Arguments, P: cutlass.Constexpr) -> None:
         if const_expr(P.records == "pending"):
             load_record(M, record, clamped(pending, P), at, P)
         if const_expr(P.layout != "rows"):
-            split.load_window(M, window_of(A, page, clamped(pending, P)), at, P)
+            conv_window.load_own(M, window_of(A, page, clamped(pending, P)), at, P)
         arch.cp_async_commit_group()
         arch.cp_async_wait_group(0)
         arch.sync_threads()
@@ -677,8 +648,8 @@ def kda_fused(A: Arguments, P: cutlass.Constexpr) -> None:
         chunked.build_fragments(M.fragments, M.qkv, M.gamma, A.scale, warp, P.warps, lane, P)
         at = here(A, P)
         if row >= 0:
-            store_keys_and_gates(M, record_of(A, row, at.head), at, P)
-        split.store_window(M, window_of(A, page, n), at, P)
+            store_keys_and_gates(M, prologue.record_of(A, row, at.head), at, P)
+        conv_window.store_own(M, window_of(A, page, n), at, P)
         arch.sync_threads()
 
         for i in range_constexpr(chunked.STEPS // P.warps):
@@ -708,14 +679,14 @@ def kda_fused(A: Arguments, P: cutlass.Constexpr) -> None:
         arch.cp_async_wait_group(0)
         arch.griddepcontrol_wait()
         arch.griddepcontrol_launch_dependents()
-        split.store_zeros(A.out + (first + at.channel) * 2, at, P)
+        prologue.store_zeros(A.out + (first + at.channel) * 2, at, P)
         if const_expr(P.split > 1):
             arch.cluster_wait()
 
 
 @cute.kernel
 def kda_fused_lines(A: Arguments, P: cutlass.Constexpr) -> None:
-    at = wide.place(A)
+    at = wide_prologue.place(A)
     _, request, _ = arch.block_idx()
     warp, lane = at.warp, at.lane
 
@@ -724,33 +695,33 @@ def kda_fused_lines(A: Arguments, P: cutlass.Constexpr) -> None:
     row = blocks.at(Int32, A.record_rows, request)
 
     M = allocate_lines(P)
-    wide.load_vectors(A, M, at, P)
+    wide_prologue.load_vectors(A, M, at, P)
     arch.griddepcontrol_wait()
     arch.griddepcontrol_launch_dependents()
-    wide.load_projection(A, M, request, at, P)
+    wide_prologue.load_projection(A, M, request, at, P)
     if page > 0:
         # So that nothing later waits for the weights on its behalf.
         row = blocks.pinned(row)
         pending = Int32(0)
         if row >= 0:
             pending = blocks.at(Int32, A.pending, row)
-        record = wide.record_of(A, row, at)
+        record = prologue.record_of(A, row, at.head)
         asked, start = Int32(P.tokens), Int32(0)
         if const_expr(P.records == "pending"):
             asked = clamped(pending, P)
         if const_expr(P.layout != "rows"):
             start = max(clamped(pending, P) - 1, Int32(0))
         load_keys(M, record, asked, at.tid, P)
-        wide.load_window(M, wide.window_of(A, page, start), at, P)
+        conv_window.load_all(M, conv_window.window_of(A, page, start), at, P)
         arch.cp_async_commit_group()
         u = cute.make_rmem_tensor((2, 2), Float32)
         gate_weights = cute.make_rmem_tensor((2, 2, chunked.STEPS), Uint32)
         taps = cute.make_rmem_tensor((2, CONV_WIDTH), P.conv_dtype)
         bias = cute.make_rmem_tensor(2, P.conv_dtype)
-        state = page_of(A, page, at.head)
+        state = prologue.state_of(A, page, at.head, P)
         if warp < chunked.WARPS:
             load_corrections(u, record, warp, lane, P)
-            wide.load_weights(A, gate_weights, taps, bias, at, P)
+            wide_prologue.load_weights(A, gate_weights, taps, bias, at, P)
         for line in range_constexpr(P.staged):
             if warp < chunked.WARPS:
                 ask_line(M, state, Int32(line), at, P)
@@ -760,23 +731,23 @@ def kda_fused_lines(A: Arguments, P: cutlass.Constexpr) -> None:
 
         # Not sooner: whatever stands behind its first use waits for it.
         n = clamped(pending, P)
-        window = wide.window_of(A, page, max(n - 1, Int32(0)))
+        window = conv_window.window_of(A, page, max(n - 1, Int32(0)))
         exp_A = blocks.exp(M.A_log[0])
         if warp < chunked.WARPS:
             raw = chunked.raw_gates(gate_weights, M.f_a, lane, P.chains, P)
             chunked.store_gammas(raw, M.gamma, M.dt_bias, exp_A, A.lower_bound, record, warp, lane, P)
-        if warp < _CONVOLVING_WARPS:
+        if warp < chunked.CONVOLVING_WARPS:
             chunked.convolve_with(taps, bias, M, M.qkv, window, record, at.tid, P)
         if warp >= P.warps - _WEIGHING_WARPS:
             weigh(M, n, exp_A, A.lower_bound, warp - (P.warps - _WEIGHING_WARPS), lane, P)
         if const_expr(P.layout != "rows"):
-            wide.store_window(M, window, at, P)
+            conv_window.store_all(M, window, at, P)
         arch.sync_threads()
 
         if warp < chunked.WARPS:
             chunked.build_fragments(M.fragments, M.qkv, M.gamma, A.scale, warp, chunked.WARPS, lane, P)
         if const_expr(P.layout == "rows"):
-            wide.store_window(M, window, at, P)
+            conv_window.store_all(M, window, at, P)
         arch.sync_threads()
 
         if const_expr(P.warps == chunked.WARPS):
@@ -816,7 +787,7 @@ def kda_fused_lines(A: Arguments, P: cutlass.Constexpr) -> None:
                 o[i] = blocks.rounded(attended[i])
             chunked.store_squares(o, M.squares, warp, lane, P)
             if row >= 0:
-                chunked.store_corrections(corrections, wide.record_of(A, row, at).corrections, warp, lane, P)
+                chunked.store_corrections(corrections, prologue.record_of(A, row, at.head).corrections, warp, lane, P)
         arch.sync_threads()
         if warp < chunked.WARPS:
             factors = chunked.output_factors(M.out_gate, M.norm_weight, warp, lane, P)
@@ -824,19 +795,19 @@ def kda_fused_lines(A: Arguments, P: cutlass.Constexpr) -> None:
     else:
         arch.cp_async_commit_group()
         arch.cp_async_wait_group(0)
-        wide.store_zeros(results_of(A, at, P), at, P)
+        prologue.store_zeros(results_of(A, at, P), at, P)
 
 
 @cute.jit
-def again(A: Arguments) -> wide.Place:
-    """`wide.place`, from special registers read where this stands."""
+def again(A: Arguments) -> Place:
+    """`wide_prologue.place`, from special registers read where this stands."""
     tid, head = blocks.special("%tid.x"), blocks.special("%ctaid.x")
     warp = arch.make_warp_uniform(tid // 32)
-    return wide.Place(tid, warp, tid % 32, head, head * HEAD_DIM, A.heads * HEAD_DIM)
+    return Place(tid, warp, tid % 32, Int32(0), head, head * HEAD_DIM, A.heads * HEAD_DIM)
 
 
 @cute.jit
-def results_of(A: Arguments, at: wide.Place, P: cutlass.Constexpr) -> Int64:
+def results_of(A: Arguments, at: Place, P: cutlass.Constexpr) -> Int64:
     address: Int64 = A.out + (Int64(blocks.special("%ctaid.y") * P.tokens) * at.D + at.channel) * 2
     return address
 
@@ -848,12 +819,12 @@ def clamped(pending: Int32, P: cutlass.Constexpr) -> Int32:
 
 
 @cute.jit
-def load_keys(M: cutlass.Constexpr, record: split.Record, count: Int32, tid: Int32, P: cutlass.Constexpr) -> None:
+def load_keys(M: cutlass.Constexpr, record: Record, count: Int32, tid: Int32, P: cutlass.Constexpr) -> None:
     """Keys and gates of a record's first `count` tokens."""
     tokens = Int32(0)
     if record.row >= 0:
         tokens = count
-    units = 2 * HEAD_DIM // _UNIT
+    units = 2 * HEAD_DIM // UNIT
     keys = M.old_key_gates.iterator.toint()
     for i in range_constexpr(ceil_div(P.tokens * units, P.threads)):
         unit = tid + i * P.threads
@@ -862,86 +833,57 @@ def load_keys(M: cutlass.Constexpr, record: split.Record, count: Int32, tid: Int
 
 
 @cute.jit
-def ask_line(M: cutlass.Constexpr, state: Int64, line: Int32, at: wide.Place, P: cutlass.Constexpr) -> None:
+def ask_line(M: cutlass.Constexpr, state: Int64, line: Int32, at: Place, P: cutlass.Constexpr) -> None:
     cells = M.state.iterator.toint() + (line % P.staged * chunked.LINE_BYTES + 16 * at.tid)
     chunked.copy_line(cells, state, line, at.warp, at.lane, Int64(0), False, P)
 
 
 @cute.jit
-def place_of(A: Arguments, tid: Int32, column: Int32, P: cutlass.Constexpr) -> split.Place:
+def place_of(A: Arguments, tid: Int32, column: Int32, P: cutlass.Constexpr) -> Place:
     rank, head = column % P.split, column // P.split
     channel = head * HEAD_DIM + rank * P.rows
-    return split.Place(tid, arch.make_warp_uniform(tid // 32), tid % 32, rank, head, channel, A.heads * HEAD_DIM)
+    return Place(tid, arch.make_warp_uniform(tid // 32), tid % 32, rank, head, channel, A.heads * HEAD_DIM)
 
 
 @cute.jit
-def here(A: Arguments, P: cutlass.Constexpr) -> split.Place:
+def here(A: Arguments, P: cutlass.Constexpr) -> Place:
     """`place_of`, from special registers read where this stands."""
     tid, column = blocks.special("%tid.x"), blocks.special("%ctaid.x")
-    place: split.Place = place_of(A, tid, column, P)
+    place: Place = place_of(A, tid, column, P)
     return place
 
 
 @cute.jit
-def window_of(A: Arguments, page: Int32, n: Int32) -> split.Window:
+def window_of(A: Arguments, page: Int32, n: Int32) -> Window:
     """The history starts n - 1 entries in, if n tokens are pending."""
-    address = A.conv_state + Int64(page) * A.conv_stride * 2
-    return split.Window(address, A.channel_stride, A.tap_stride, max(n - 1, Int32(0)))
+    window: Window = conv_window.window_of(A, page, max(n - 1, Int32(0)))
+    return window
 
 
 @cute.jit
-def rows_of(A: Arguments, page: Int32, at: split.Place, P: cutlass.Constexpr) -> Int64:
+def rows_of(A: Arguments, page: Int32, at: Place, P: cutlass.Constexpr) -> Int64:
     """Address of a thread's first cell: of rows 2g, 2g + 1 of its warp's tile, in its warp's part of the columns."""
     tile = at.rank * P.row_tiles + at.warp % P.row_tiles
     cell = (16 * tile + at.lane // 4 * 2) * _ROW_BYTES + at.warp // P.row_tiles * (P.cells * 64) + at.lane % 4 * 16
-    address: Int64 = page_of(A, page, at.head) + Int64(cell)
+    address: Int64 = prologue.state_of(A, page, at.head, P) + Int64(cell)
     return address
 
 
 @cute.jit
-def page_of(A: Arguments, page: Int32, head: Int32) -> Int64:
-    """Address of an item's state."""
-    return A.state + (Int64(page) * A.state_stride + Int64(head) * (HEAD_DIM * HEAD_DIM)) * 4
-
-
-@cute.jit
-def record_of(A: Arguments, row: Int32, head: Int32) -> split.Record:
-    entry = Int64(head * A.record_tokens) * HEAD_DIM
-    return split.Record(
-        row,
-        A.key_gates + (Int64(row) * A.key_gates_stride + entry * 2) * 2,
-        A.corrections + (Int64(row) * A.corrections_stride + entry) * 4,
-    )
-
-
-@cute.jit
-def load_weights(A: Arguments, M: cutlass.Constexpr, at: split.Place, P: cutlass.Constexpr) -> None:
+def load_weights(A: Arguments, M: cutlass.Constexpr, at: Place, P: cutlass.Constexpr) -> None:
     """All weights of this CTA but the gate's, by cp.async."""
-    none, size, taps = Int64(0), P.weight_bytes, 3 * CONV_WIDTH
-    units, part_bytes = P.rows * size // 16, Int64(at.D) * size
-    rows = split.Rows(1, taps, units)
-    split.copy_rows(M.taps.iterator, A.conv_weight + Int64(at.channel) * size, none, part_bytes, rows, at, P)
-    used = taps * units
-    if A.conv_bias != none:
-        rows = split.Rows(1, 3, units, first=used)
-        split.copy_rows(M.bias.iterator, A.conv_bias + Int64(at.channel) * size, none, part_bytes, rows, at, P)
-    else:
-        if at.tid < P.rows:
-            for part in range_constexpr(3):
-                M.bias[at.tid, part] = P.conv_dtype(0)
-    used += 3 * units
-    rows = split.Rows(1, 1, HEAD_DIM // 4, first=used)
-    split.copy_rows(M.dt_bias.iterator, A.dt_bias + Int64(at.head * HEAD_DIM) * 4, none, none, rows, at, P)
-    rows = split.Rows(1, 1, P.rows // 4, first=used + HEAD_DIM // 4)
-    split.copy_rows(M.norm_weight.iterator, A.norm_weight + Int64(at.rank * P.rows) * 4, none, none, rows, at, P)
+    prologue.load_taps(prologue.copy_rows, A, M, Int64(at.D) * P.weight_bytes, 0, at, P)
+    used, none = prologue.tap_units(P), Int64(0)
+    rows = Rows(1, 1, HEAD_DIM // 4, first=used)
+    prologue.copy_rows(M.dt_bias.iterator, A.dt_bias + Int64(at.head * HEAD_DIM) * 4, none, none, rows, at, P)
+    rows = Rows(1, 1, P.rows // 4, first=used + HEAD_DIM // 4)
+    prologue.copy_rows(M.norm_weight.iterator, A.norm_weight + Int64(at.rank * P.rows) * 4, none, none, rows, at, P)
     if at.tid == P.threads - 1:
         blocks.copy_async(M.A_log.iterator.toint(), A.A_log + Int64(at.head) * 4, 4)
 
 
 @cute.jit
-def load_record(
-    M: cutlass.Constexpr, record: split.Record, count: Int32, at: split.Place, P: cutlass.Constexpr
-) -> None:
+def load_record(M: cutlass.Constexpr, record: Record, count: Int32, at: Place, P: cutlass.Constexpr) -> None:
     """Keys and gates, and this CTA's rows of the corrections, of a record's first `count` tokens."""
     load_keys(M, record, count, at.tid, P)
     tokens = Int32(0)
@@ -983,13 +925,13 @@ def gate(
     exp_A: Float32,
     lower_bound: Float32,
     tile: Int32,
-    at: split.Place,
+    at: Place,
     P: cutlass.Constexpr,
 ) -> None:
     """Gamma and raw gates of 16 features, those of a tile of the item's eight."""
     raw = chunked.raw_gates(weights, M.f_a, at.lane, P.chains, P)
     # The record still holds the old gates.
-    none = split.Record(Int32(-1), Int64(0), Int64(0))
+    none = Record(Int32(-1), Int64(0), Int64(0))
     chunked.store_gammas(raw, M.gamma, M.dt_bias, exp_A, lower_bound, none, tile, at.lane, P)
     gates = cute.make_tensor(
         cute.recast_ptr(M.raw_gates.iterator, dtype=Uint32), cute.make_layout((P.rows // 2, P.tokens))
@@ -1002,42 +944,23 @@ def gate(
 
 
 @cute.jit
-def convolve(M: cutlass.Constexpr, window: split.Window, at: split.Place, P: cutlass.Constexpr) -> None:
+def convolve(M: cutlass.Constexpr, window: Window, at: Place, P: cutlass.Constexpr) -> None:
     """Two channels of one of q, k, v, a group of tokens; a window that is copied whole is rolled in shared memory."""
     pairs = P.rows // 2
     group = at.tid // (3 * pairs)
     part, pair = at.tid // pairs % 3, at.tid % pairs
-    x = cute.make_tensor(
-        M.x.iterator,
-        cute.make_layout((2, pairs, 3, P.history + P.tokens), stride=(1, 2, P.rows, 3 * P.rows)),
-    )
-    taps = cute.make_tensor(
-        M.taps.iterator, cute.make_layout((2, pairs, CONV_WIDTH, 3), stride=(1, 2, P.rows, CONV_WIDTH * P.rows))
-    )
-    biases = cute.make_tensor(M.bias.iterator, cute.make_layout((2, pairs, 3), stride=(1, 2, P.rows)))
+    x = conv_window.inputs_by_pair(M, P)
     results = cute.make_tensor(
         cute.recast_ptr(M.qkv.iterator, dtype=Uint32),
         cute.make_layout((HEAD_DIM // 2, 3, P.tokens), stride=(1, HEAD_DIM // 2, chunked.QKV_PITCH // 2)),
     )
     weight = cute.make_rmem_tensor((2, CONV_WIDTH), P.conv_dtype)
     bias = cute.make_rmem_tensor(2, P.conv_dtype)
-    cute.autovec_copy(biases[None, pair, part], bias)
-    for tap in range_constexpr(CONV_WIDTH):
-        cute.autovec_copy(taps[None, pair, tap, part], weight[None, tap])
-
-    past = cute.make_rmem_tensor((2, _HISTORY), BFloat16)
-    if group == 0:
-        if const_expr(P.layout == "rows"):
-            split.take_history(past, M, window, pair, part, P)
-        else:
-            for e in range_constexpr(_HISTORY):
-                cute.autovec_copy(x[None, pair, part, e], past[None, e])
-    if const_expr(P.token_groups > 1):
-        if group > 0:
-            for e in range_constexpr(_HISTORY):
-                cute.autovec_copy(x[None, pair, part, P.history + P.group_tokens - _HISTORY + e], past[None, e])
+    conv_window.take_weights(weight, bias, M, pair, part, P)
+    past = cute.make_rmem_tensor((2, HISTORY), BFloat16)
+    conv_window.take_past(past, x, M, window, group, pair, part, P)
     seen = cute.make_rmem_tensor((2, CONV_WIDTH), Float32)
-    for e in range_constexpr(_HISTORY):
+    for e in range_constexpr(HISTORY):
         for i in range_constexpr(2):
             seen[i, e + 1] = past[i, e].to(Float32)
     for j in range_constexpr(P.group_tokens):
@@ -1047,9 +970,9 @@ def convolve(M: cutlass.Constexpr, window: split.Window, at: split.Place, P: cut
             cute.autovec_copy(x[None, pair, part, P.history + t], new)
             y = cute.make_rmem_tensor(2, Float32)
             for i in range_constexpr(2):
-                for e in range_constexpr(_HISTORY):
+                for e in range_constexpr(HISTORY):
                     seen[i, e] = seen[i, e + 1]
-                seen[i, _HISTORY] = new[i].to(Float32)
+                seen[i, HISTORY] = new[i].to(Float32)
                 y[i] = bias[i].to(Float32)
                 for tap in range_constexpr(CONV_WIDTH):
                     y[i] += weight[i, tap].to(Float32) * seen[i, tap]
@@ -1057,7 +980,7 @@ def convolve(M: cutlass.Constexpr, window: split.Window, at: split.Place, P: cut
             results[at.rank * pairs + pair, part, t] = rounded
     if const_expr(P.layout == "rows"):
         if group == 0:
-            split.roll_window(past, x, M, window, pair, part, P)
+            conv_window.roll(past, x, M, window, pair, part, P)
 
 
 @cute.jit
@@ -1086,7 +1009,7 @@ def weigh(
             word = words[32 * half + lane, 0, t]
             low, high = blocks.low_half(word), blocks.high_half(word)
             squares[t] += low * low + high * high
-    norms = blocks.rsqrt(blocks.row_sums(squares, P.slots, 32, lane) + Float32(_KEY_EPS))
+    norms = blocks.rsqrt(blocks.row_sums(squares, P.slots, 32, lane) + Float32(blocks.KEY_EPS))
 
     biases = cute.make_rmem_tensor(2, Float32)
     cute.autovec_copy(
@@ -1103,7 +1026,7 @@ def weigh(
             k = blocks.high_half(key) if const_expr(i == 1) else blocks.low_half(key)
             g = blocks.high_half(raw) if const_expr(i == 1) else blocks.low_half(raw)
             aged = k * norm * cute.math.exp2(later[i], approx=True, ftz=True)
-            log = blocks.log_decay(g, biases[i], exp_A, lower_bound) * Float32(_LOG2E)
+            log = blocks.log_decay(g, biases[i], exp_A, lower_bound) * Float32(blocks.LOG2E)
             weighed[i, t] = aged if t < n else Float32(0)
             later[i] = later[i] + (log if t < n else Float32(0))
     for i in range_constexpr(2):
@@ -1127,9 +1050,9 @@ def fold_place(g: Any, t: Any) -> Any:
 
 
 @cute.jit
-def send_vectors(M: cutlass.Constexpr, at: split.Place, P: cutlass.Constexpr) -> None:
+def send_vectors(M: cutlass.Constexpr, at: Place, P: cutlass.Constexpr) -> None:
     """q, k and Gamma of this CTA's channels to the same places of the other CTAs, by 16 bytes."""
-    units, values = P.rows // _UNIT, P.rows // 4
+    units, values = P.rows // UNIT, P.rows // 4
     total = P.tokens * P.sent_units
     barrier = M.barriers.toint() + 8 * _VECTORS
     qkv, gamma = M.qkv.iterator.toint(), M.gamma.iterator.toint()
@@ -1141,7 +1064,7 @@ def send_vectors(M: cutlass.Constexpr, at: split.Place, P: cutlass.Constexpr) ->
             place = gamma + (token * chunked.GAMMA_PITCH + at.rank * P.rows) * 4 + unit * 16
             if unit >= values:
                 unit -= values
-                channel = unit // units * HEAD_DIM + at.rank * P.rows + unit % units * _UNIT
+                channel = unit // units * HEAD_DIM + at.rank * P.rows + unit % units * UNIT
                 place = qkv + (token * chunked.QKV_PITCH + channel) * 2
             four = cute.make_rmem_tensor(4, Uint32)
             source = cute.make_ptr(Uint32, place, SMEM, assumed_align=16)
@@ -1243,7 +1166,7 @@ def advance_line(
     if n > 0:
         arch.sync_warp()
         # Asked for anew, so that nothing but the state's address is kept in registers for it.
-        tid = blocks.special("%tid.x")
+        tid = blocks.special("%tid.x") & 511  # which is known not to be negative
         warp, lane = tid // 32, tid % 32
         cells = slot + 512 * warp
         rows = state + Int64((16 * warp + lane // 8) * _ROW_BYTES + line * 128 + lane % 8 * 16)
@@ -1277,7 +1200,7 @@ def old_corrections(
 
 
 @cute.jit
-def load_corrections(u: cute.Tensor, record: split.Record, warp: Int32, lane: Int32, P: cutlass.Constexpr) -> None:
+def load_corrections(u: cute.Tensor, record: Record, warp: Int32, lane: Int32, P: cutlass.Constexpr) -> None:
     """What `corrections_fragment` takes, of a warp's 16 rows, from the record."""
     u.fill(Float32(0))
     if record.row >= 0:
@@ -1310,25 +1233,20 @@ def corrections_fragment(u: cute.Tensor, n: Int32, lane: Int32, P: cutlass.Const
 
 
 @cute.jit
-def store_keys_and_gates(M: cutlass.Constexpr, record: split.Record, at: split.Place, P: cutlass.Constexpr) -> None:
+def store_keys_and_gates(M: cutlass.Constexpr, record: Record, at: Place, P: cutlass.Constexpr) -> None:
     """Keys and raw gates of this CTA's channels to the record."""
-    units = P.rows // _UNIT
+    units = P.rows // UNIT
     total = 2 * P.tokens * units
     for i in range_constexpr(ceil_div(total, P.threads)):
         index = at.tid + i * P.threads
         if index < total:
             token, unit = index // (2 * units), index % (2 * units)
-            channel = at.rank * P.rows + unit * _UNIT
+            channel = at.rank * P.rows + unit * UNIT
             place = M.qkv.iterator.toint() + (token * chunked.QKV_PITCH + HEAD_DIM + channel) * 2
             if unit >= units:
                 channel += HEAD_DIM - P.rows
-                place = M.raw_gates.iterator.toint() + (token * P.rows + (unit - units) * _UNIT) * 2
-            four = cute.make_rmem_tensor(4, Uint32)
-            source = cute.make_ptr(Uint32, place, SMEM, assumed_align=16)
-            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), four)
-            address = record.key_gates + Int64(token * (2 * HEAD_DIM) + channel) * 2
-            target = cute.make_ptr(Uint32, address, GMEM, assumed_align=16)
-            cute.autovec_copy(four, cute.make_tensor(target, cute.make_layout(4)))
+                place = M.raw_gates.iterator.toint() + (token * P.rows + (unit - units) * UNIT) * 2
+            blocks.copy_out(place, record.key_gates + Int64(token * (2 * HEAD_DIM) + channel) * 2)
 
 
 @cute.jit
@@ -1387,9 +1305,9 @@ def finish(A: Arguments, sums: cute.Tensor, M: cutlass.Constexpr, row: Int32, P:
     chunked.store_squares(o, M.squares, own_tile, at.lane, P)
     if const_expr(P.split > 1):
         send_squares(M, own_tile, at.lane, P)
-    factors = output_factors(M, tile, at.lane, P)
+    factors = chunked.output_factors(M.out_gate, M.norm_weight, tile, at.lane, P)
     if row >= 0:
-        chunked.store_corrections(u, record_of(A, row, at.head).corrections, own_tile, at.lane, P)
+        chunked.store_corrections(u, prologue.record_of(A, row, at.head).corrections, own_tile, at.lane, P)
     first = Int64(blocks.special("%ctaid.y") * P.tokens)
     results = A.out + (first * at.D + at.head * HEAD_DIM) * 2
     if const_expr(P.split > 1):
@@ -1410,23 +1328,3 @@ def send_squares(M: cutlass.Constexpr, own_tile: Int32, lane: Int32, P: cutlass.
         address, barrier = M.sums.iterator.toint() + place * 4, M.barriers.toint() + 8 * _SUMS
         for cta in range_constexpr(P.split):
             blocks.send(blocks.peer(address, Int32(cta)), blocks.peer(barrier, Int32(cta)), square)
-
-
-@cute.jit
-def output_factors(M: cutlass.Constexpr, tile: Int32, lane: Int32, P: cutlass.Constexpr) -> cute.Tensor:
-    """Norm weight times sigmoid of the output gate, in the order of `chunked.values`."""
-    words = cute.make_tensor(
-        cute.recast_ptr(M.out_gate.iterator, dtype=Uint32), cute.make_layout((P.rows // 2, P.tokens))
-    )
-    token, place = chunked.first_token(lane, P), 8 * tile + lane // 4
-    weights = cute.make_rmem_tensor(2, Float32)
-    cute.autovec_copy(
-        cute.make_tensor(M.norm_weight.iterator, cute.make_layout((2, P.rows // 2), stride=(1, 2)))[None, place],
-        weights,
-    )
-    factors = cute.make_rmem_tensor(4, Float32)
-    for side in range_constexpr(2):
-        gates = words[place, min(token + side, P.tokens - 1)]
-        factors[side] = weights[0] * blocks.sigmoid(blocks.low_half(gates))
-        factors[2 + side] = weights[1] * blocks.sigmoid(blocks.high_half(gates))
-    return factors

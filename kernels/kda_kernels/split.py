@@ -29,31 +29,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from kda_kernels import arguments, blocks, cubin
+from kda_kernels import arguments, blocks, conv_window, cubin, prologue
 from kda_kernels.arguments import Arguments
+from kda_kernels.conv_window import HISTORY, Window
 from kda_kernels.gpu import Gpu
 from kda_kernels.operands import StepOperands
+from kda_kernels.prologue import ALIGNMENT, UNIT, Operands, Place, Record, Rows
 from kdabench.problem import CONV_WIDTH, HEAD_DIM, Problem, ceil_div
 
 KERNELS = ("kda_split",)
-SOURCES = ("split.py", "split_chunked.py", "chunked.py", "arguments.py", "blocks.py", "cubin.py")
+SOURCES = (
+    "split.py",
+    "split_chunked.py",
+    "chunked.py",
+    "prologue.py",
+    "conv_window.py",
+    "arguments.py",
+    "blocks.py",
+    "cubin.py",
+)
 
-SPLITS = (1, 2, 4, 8)
-_HISTORY = CONV_WIDTH - 1
-_UNIT = 8  # bf16 elements of a 16-byte copy
-_ALIGNMENT = 128
-"""Of shared memory that cp.async fills: where source and target differ modulo 128, lines are written in pieces, and
-modulo 32 also fetched twice."""
-_WARP_CHANNELS = 64
-"""Channels that a warp convolves, two per lane."""
-_KEY_EPS = 1e-6
 
 _DECAYS, _CHANNELS, _SQUARES = range(3)
 """mbarriers of a CTA of a cluster: for what the others send."""
@@ -200,7 +202,7 @@ class Plan:
     def ctas_per_sm(self) -> int:
         """CTAs that an SM must hold: at 128 registers a thread with 64 values of state, else 80 or 96."""
         registers = 128 if self.state_registers > 32 else 80 if self.tokens == 1 else 96
-        return min(65_536 // (registers * self.threads), 233_472 // (self.smem_bytes + 1024))
+        return min(65_536 // (registers * self.threads), prologue.SM_SMEM // (self.smem_bytes + prologue.RESERVED_SMEM))
 
     @property
     def token_groups(self) -> int:
@@ -221,7 +223,7 @@ class Plan:
     @property
     def history(self) -> int:
         """Entries kept in front of the inputs: the window's last three, unless it is copied whole."""
-        return 0 if self.layout == "rows" else _HISTORY
+        return 0 if self.layout == "rows" else HISTORY
 
     @property
     def norm_slots(self) -> int:
@@ -276,23 +278,20 @@ class Plan:
             sizes += [16 * tokens, 2 * rows * tokens]
         if self.staging == "shared":
             sizes.append(rows * HEAD_DIM * self.item_bytes)
-        return sum(_ALIGNMENT * ceil_div(n, _ALIGNMENT) for n in sizes) + 32
+        return sum(ALIGNMENT * ceil_div(n, ALIGNMENT) for n in sizes) + 32
 
 
 def plan(problem: Problem, spec: Spec) -> Any:
     """Plan, or that of the module of form chunked: an `arguments.Rules` with threads, split and smem_bytes."""
     if spec.form == "chunked":
         return _chunked().plan(problem, spec)
-    layout: Literal["rows", "taps", "any"] = "any"
-    if spec.streamable:
-        layout = "rows" if problem.conv_layout == "dim-first" else "taps"
-    window = spec.window if spec.window is not None else problem.window
+    layout, window = arguments.window_rules(problem, spec.streamable, spec.window)
     return Plan(
         kind=problem.kind,
         tokens=problem.tokens,
         state_dtype=problem.state_dtype,
         layout=layout,
-        window=window if layout == "rows" else 0,
+        window=window,
         split=spec.split,
         threads=spec.threads,
         lanes=spec.lanes_per_row,
@@ -318,7 +317,7 @@ def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
     if problem.kind not in ("decode", "spec", "record"):
         return f"kind={problem.kind}: only decode, spec and record"
     for name, value, allowed in (
-        ("split", spec.split, SPLITS),
+        ("split", spec.split, prologue.SPLITS),
         ("threads", spec.threads, (128, 256, 512)),
         ("lanes_per_row", spec.lanes_per_row, (8, 16, 32)),
         ("staging", spec.staging, ("registers", "shared")),
@@ -385,55 +384,19 @@ def launch(compiled: Compiled, operands: StepOperands, stream: int) -> None:
 
 
 @dataclass(frozen=True)
-class Shared:
+class Shared(Operands):
     """A CTA's shared memory."""
 
-    gate_weight: Any  # [rows, K] bf16; for tensor cores units are swizzled by row
+    gate_weight: Any  # [rows, K] bf16, swizzled for tensor cores
     taps: Any  # [3, 4, rows]
     bias: Any  # [3, rows]
-    dt_bias: Any  # [rows]
     norm_weight: Any  # [rows]
-    A_log: Any  # [1]
-    x: Any  # [history + tokens, 3, rows] bf16
-    f_a: Any  # [tokens, K] bf16; for tensor cores units are swizzled by token
-    out_gate: Any  # [tokens, rows] bf16
-    beta: Any  # [tokens, 2] bf16, of an even head and its neighbour
     vectors: Any  # [tokens, 3, K] q, k, decay; then [tokens, rows] v
     sums: Any  # [tokens, norm_slots] partial sums of squares of o
-    window: Any  # rows: [3, rows, entries] bf16; else the first entries of x
     factors: Any  # [tokens, 4], windows only
     o: Any  # [tokens, rows] bf16, windows only
     state: Any  # `stage_layout`, staged only
     barriers: Any  # mbarriers
-
-
-class Place(NamedTuple):
-    """Where a thread works: item and CTA, and their first element in a head-major vector [D]."""
-
-    tid: Int32
-    warp: Int32
-    lane: Int32
-    rank: Int32
-    head: Int32
-    channel: Int32
-    D: Int32
-
-
-class Window(NamedTuple):
-    """A request's convolution window: address of its page, element strides, first entry of the history."""
-
-    page: Int64
-    channel_stride: Int32
-    tap_stride: Int32
-    start: Int32
-
-
-class Record(NamedTuple):
-    """A request's record row, negative for none, and the addresses of the item's entries in it."""
-
-    row: Int32
-    key_gates: Int64
-    corrections: Int64
 
 
 @cute.jit
@@ -471,15 +434,16 @@ def kda_split(A: Arguments, P: cutlass.Constexpr) -> None:
 
     M = allocate(P)
     if const_expr(P.split > 1):
-        join_cluster(M, tid, P)
+        floats = (P.tokens * HEAD_DIM, P.tokens * (2 * HEAD_DIM + P.rows), P.tokens * P.norm_slots)
+        prologue.join_cluster(M.barriers, tuple(4 * n for n in floats), tid)
     at = Place(tid, warp, lane, rank, head, head * HEAD_DIM + rank * P.rows, A.heads * HEAD_DIM)
     inputs = A.projected + Int64(request * P.tokens) * A.pitch * 2
     results = A.out + (Int64(request * P.tokens) * at.D + at.channel) * 2
-    load_weights(M, A.conv_weight, A.conv_bias, A.f_b, A.A_log, A.dt_bias, A.norm_weight, at, P)
+    load_weights(A, M, at, P)
     if const_expr(P.split > 1):
         arch.cluster_wait()
     if const_expr(not P.pdl):
-        load_projection(M, inputs, A.pitch, at, P)
+        prologue.load_projection(prologue.copy_rows, M, inputs, A.pitch, at, P)
         arch.cp_async_commit_group()
 
     # By shuffle, even where all lanes hold it: the compiler would move a number known to be uniform to a uniform
@@ -492,8 +456,8 @@ def kda_split(A: Arguments, P: cutlass.Constexpr) -> None:
     if const_expr(P.kind == "record"):
         row = arch.shuffle_sync(mine, slot_count)
     if page > 0 and read > 0:
-        window = Window(A.conv_state + Int64(page) * A.conv_stride * 2, A.channel_stride, A.tap_stride, start)
-        load_window(M, window, at, P)
+        window = conv_window.window_of(A, page, start)
+        conv_window.load_own(M, window, at, P)
         if const_expr(not P.pdl):
             arch.cp_async_commit_group()
         pages = A.state + Int64(head * (HEAD_DIM * HEAD_DIM) + thread_offset(at, P)) * P.item_bytes
@@ -504,7 +468,7 @@ def kda_split(A: Arguments, P: cutlass.Constexpr) -> None:
         arch.griddepcontrol_wait()
         arch.griddepcontrol_launch_dependents()
         if const_expr(P.pdl):
-            load_projection(M, inputs, A.pitch, at, P)
+            prologue.load_projection(prologue.copy_rows, M, inputs, A.pitch, at, P)
             arch.cp_async_commit_group()
 
         arch.cp_async_wait_group(P.younger_groups)
@@ -523,13 +487,13 @@ def kda_split(A: Arguments, P: cutlass.Constexpr) -> None:
         arch.sync_warp()
         convolve(M, window, record, at, P)
         arch.sync_warp()
-        store_window(M, window, at, P)
+        conv_window.store_own(M, window, at, P)
 
         if const_expr(P.staging == "shared"):
             arch.cp_async_wait_group(0)
             unstage_state(raw, M, at, P)
         if const_expr(P.split > 1):
-            wait(M, _DECAYS, P)
+            prologue.wait(M, _DECAYS, P)
         else:
             arch.sync_threads()
         S = cute.make_rmem_tensor((P.vector, P.chunks, P.thread_rows), Float32)
@@ -537,12 +501,12 @@ def kda_split(A: Arguments, P: cutlass.Constexpr) -> None:
             S.store(raw.load().to(Float32))
             decay(S, columns(M, 2, Int32(0), at, P), P)
             if const_expr(P.split > 1):
-                wait(M, _CHANNELS, P)
+                prologue.wait(M, _CHANNELS, P)
             o = decode(S, M, A.scale, pages + Int64(page) * page_bytes, own, at, P)
             normalize_decode(o, M, A.eps, results, own, at, P)
         else:
             if const_expr(P.split > 1):
-                wait(M, _CHANNELS, P)
+                prologue.wait(M, _CHANNELS, P)
             factors(M, A.scale, at, P)
             arch.sync_threads()
             S.store(raw.load().to(Float32))
@@ -560,31 +524,7 @@ def kda_split(A: Arguments, P: cutlass.Constexpr) -> None:
         arch.cp_async_wait_group(0)
         arch.griddepcontrol_wait()
         arch.griddepcontrol_launch_dependents()
-        store_zeros(results, at, P)
-
-
-@cute.jit
-def join_cluster(M: cutlass.Constexpr, tid: Int32, P: cutlass.Constexpr) -> None:
-    """Prepare this CTA's mbarriers for what all CTAs send, and say so; to be followed by a wait for the others."""
-    received = (P.tokens * HEAD_DIM, P.tokens * (2 * HEAD_DIM + P.rows), P.tokens * P.norm_slots)
-    if tid == 0:
-        for i in range_constexpr(len(received)):
-            arch.mbarrier_init(M.barriers + i, 1)
-        arch.mbarrier_init_fence()
-    arch.sync_warp()
-    if tid == 0:
-        for i in range_constexpr(len(received)):
-            arch.mbarrier_arrive_and_expect_tx(M.barriers + i, received[i] * 4)
-    arch.cluster_arrive_relaxed()
-
-
-@cute.jit
-def wait(M: cutlass.Constexpr, barrier: cutlass.Constexpr, P: cutlass.Constexpr) -> None:
-    """Wait for all that the CTAs of the cluster send to one of this CTA's mbarriers."""
-    if const_expr(P.spin):
-        blocks.poll(M.barriers + barrier, 0)
-    else:
-        arch.mbarrier_wait(M.barriers + barrier, 0)
+        prologue.store_zeros(results, at, P)
 
 
 def allocate(P: Plan) -> Shared:
@@ -593,7 +533,7 @@ def allocate(P: Plan) -> Shared:
 
     def array(dtype: Any, layout: Any) -> Any:
         layout = cute.make_layout(layout) if isinstance(layout, (int, tuple)) else layout
-        return smem.allocate_tensor(dtype, layout, byte_alignment=_ALIGNMENT)
+        return smem.allocate_tensor(dtype, layout, byte_alignment=ALIGNMENT)
 
     x = array(BFloat16, (P.rows, 3, P.history + P.tokens))
     vectors = array(Float32, P.tokens * (3 * HEAD_DIM + P.rows))
@@ -615,7 +555,7 @@ def allocate(P: Plan) -> Shared:
         factors=array(Float32, (4, P.tokens)) if windows else None,
         o=array(BFloat16, (P.rows, P.tokens)) if windows else None,
         state=array(P.dtype, P.stage_layout) if P.staging == "shared" else None,
-        barriers=smem.allocate_array(Int64, 4, byte_alignment=_ALIGNMENT),
+        barriers=smem.allocate_array(Int64, 4, byte_alignment=ALIGNMENT),
     )
 
 
@@ -626,211 +566,20 @@ def thread_offset(at: Place, P: cutlass.Constexpr) -> Int32:
     return row * HEAD_DIM + at.lane % P.lanes * P.vector
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Rows [outer, inner] of `units` 16-byte units each, to be copied to dense rows in shared memory.
-
-    swizzled   unit u of row r goes to place u ^ (r % 8) of its row
-    wide       by cp.async; otherwise element by element, for rows at any even address
-    first      thread that gets the first unit
-    """
-
-    outer: int
-    inner: int
-    units: int
-    swizzled: bool = False
-    wide: bool = True
-    first: int = 0
-
-
 @cute.jit
-def copy_rows(
-    shared: cute.Pointer,
-    address: Int64,
-    outer_bytes: Int64,
-    inner_bytes: Int64,
-    R: cutlass.Constexpr,
-    at: Place,
-    P: cutlass.Constexpr,
-) -> None:
-    """Start to copy rows that lie outer_bytes and inner_bytes apart."""
-    total = R.outer * R.inner * R.units
-    base = shared.toint()
-    thread = (at.tid + (P.threads - R.first % P.threads)) % P.threads
-    if const_expr(R.outer == 1 and P.threads % ((8 if R.swizzled else 1) * R.units) == 0):
-        # A thread's units lie at one place of their rows, at equal distances.
-        place, source = _unit_places(base, address, thread, outer_bytes, inner_bytes, R)
-        distance = inner_bytes * (P.threads // R.units)
-        for i in range_constexpr(ceil_div(total, P.threads)):
-            if const_expr((i + 1) * P.threads <= total):
-                _copy_unit(place + i * P.threads * 16, source + i * distance, R.wide)
-            else:
-                if thread + i * P.threads < total:
-                    _copy_unit(place + i * P.threads * 16, source + i * distance, R.wide)
-    else:
-        for i in range_constexpr(ceil_div(total, P.threads)):
-            unit = thread + i * P.threads
-            if const_expr((i + 1) * P.threads <= total):
-                place, source = _unit_places(base, address, unit, outer_bytes, inner_bytes, R)
-                _copy_unit(place, source, R.wide)
-            else:
-                if unit < total:
-                    place, source = _unit_places(base, address, unit, outer_bytes, inner_bytes, R)
-                    _copy_unit(place, source, R.wide)
-
-
-@cute.jit
-def _unit_places(
-    base: Int32, address: Int64, unit: Int32, outer_bytes: Int64, inner_bytes: Int64, R: cutlass.Constexpr
-) -> tuple[Int32, Int64]:
-    """Shared and global address of a unit. Rows of one outer index lie within 2 GiB."""
-    row, u = unit // R.units, unit % R.units
-    inner = row % R.inner if const_expr(R.outer > 1) else row
-    source = address + Int64(inner * Int32(inner_bytes) + u * 16)
-    if const_expr(R.outer > 1):
-        source += Int64(row // R.inner) * outer_bytes
-    place = unit
-    if const_expr(R.swizzled):
-        place = row * R.units + (u ^ (row % 8))
-    return base + place * 16, source
-
-
-@cute.jit
-def _copy_unit(shared: Int32, address: Int64, wide: cutlass.Constexpr) -> None:
-    if const_expr(wide):
-        blocks.copy_async(shared, address, 16)
-    else:
-        values = cute.make_rmem_tensor(_UNIT, BFloat16)
-        for e in range_constexpr(_UNIT):
-            values[e] = blocks.at(BFloat16, address, Int32(e))
-        target = cute.make_ptr(BFloat16, shared, SMEM, assumed_align=16)
-        cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(_UNIT)))
-
-
-@cute.jit
-def load_weights(
-    M: cutlass.Constexpr,
-    conv_weight: Int64,
-    conv_bias: Int64,
-    f_b: Int64,
-    A_log: Int64,
-    dt_bias: Int64,
-    norm_weight: Int64,
-    at: Place,
-    P: cutlass.Constexpr,
-) -> None:
-    size = P.weight_bytes
-    units, quads = P.rows * size // 16, P.rows // 4
-    part_bytes, none = Int64(at.D) * size, Int64(0)
-    rows = Rows(1, P.rows, HEAD_DIM // _UNIT, swizzled=P.gate_mode != 2)
-    features = f_b + Int64(at.channel) * (2 * HEAD_DIM)
-    copy_rows(M.gate_weight.iterator, features, none, Int64(2 * HEAD_DIM), rows, at, P)
-    taps = 3 * CONV_WIDTH
-    used = taps * units
-    copy_rows(M.taps.iterator, conv_weight + Int64(at.channel) * size, none, part_bytes, Rows(1, taps, units), at, P)
-    if conv_bias != none:
-        rows = Rows(1, 3, units, first=used)
-        copy_rows(M.bias.iterator, conv_bias + Int64(at.channel) * size, none, part_bytes, rows, at, P)
-    else:
-        if at.tid < P.rows:
-            for part in range_constexpr(3):
-                M.bias[at.tid, part] = P.conv_dtype(0)
-    used += 3 * units
-    copy_rows(M.dt_bias.iterator, dt_bias + Int64(at.channel) * 4, none, none, Rows(1, 1, quads, first=used), at, P)
+def load_weights(A: Arguments, M: cutlass.Constexpr, at: Place, P: cutlass.Constexpr) -> None:
+    quads, tap_bytes, none = P.rows // 4, Int64(at.D) * P.weight_bytes, Int64(0)
+    rows = Rows(1, P.rows, HEAD_DIM // UNIT, swizzled=P.gate_mode != 2)
+    features = A.f_b + Int64(at.channel) * (2 * HEAD_DIM)
+    prologue.copy_rows(M.gate_weight.iterator, features, none, Int64(2 * HEAD_DIM), rows, at, P)
+    prologue.load_taps(prologue.copy_rows, A, M, tap_bytes, 0, at, P)
+    used = prologue.tap_units(P)
+    rows = Rows(1, 1, quads, first=used)
+    prologue.copy_rows(M.dt_bias.iterator, A.dt_bias + Int64(at.channel) * 4, none, none, rows, at, P)
     rows = Rows(1, 1, quads, first=used + quads)
-    copy_rows(M.norm_weight.iterator, norm_weight + Int64(at.rank * P.rows) * 4, none, none, rows, at, P)
+    prologue.copy_rows(M.norm_weight.iterator, A.norm_weight + Int64(at.rank * P.rows) * 4, none, none, rows, at, P)
     if at.tid == P.threads - 1:
-        blocks.copy_async(M.A_log.iterator.toint(), A_log + Int64(at.head) * 4, 4)
-
-
-@cute.jit
-def load_window(M: cutlass.Constexpr, window: Window, at: Place, P: cutlass.Constexpr) -> None:
-    """rows: all entries, `[3, rows, W]`; else entries start .. start+2, `[3 entries, 3, rows]`.
-
-    A warp takes those of the channels that it convolves.
-    """
-    base = M.window.iterator.toint()
-    if const_expr(P.layout == "rows"):
-        for i in range_constexpr(_row_units(P)):
-            unit, inside, address = _row_unit(window, i, at, P)
-            if inside:
-                blocks.copy_async(base + unit * 16, address, 16)
-    else:
-        for i in range_constexpr(_cells(_HISTORY, P)):
-            place, inside, address = _cell(window, window.start, _HISTORY, i, at, P)
-            if inside:
-                if const_expr(P.layout == "taps"):
-                    blocks.copy_async(base + place * 2, address, 16)
-                else:
-                    flat = cute.make_tensor(M.window.iterator, cute.make_layout(_HISTORY * 3 * P.rows))
-                    flat[place] = blocks.at(BFloat16, address, Int32(0))
-
-
-def _row_units(P: Plan) -> int:
-    """16-byte units per lane of a dim-first window."""
-    return ceil_div(_WARP_CHANNELS // _UNIT * P.window, 32)
-
-
-@cute.jit
-def _row_unit(
-    window: Window, i: cutlass.Constexpr, at: Place, P: cutlass.Constexpr
-) -> tuple[Int32, cutlass.Boolean, Int64]:
-    """A lane's unit i of a dim-first window: its place in `[3, rows, W]`, whether there is one, its address."""
-    units = P.rows // _UNIT * window.channel_stride  # of one of q, k, v
-    of_warp = _WARP_CHANNELS // _UNIT * window.channel_stride
-    mine = at.lane + 32 * i
-    unit = at.warp * of_warp + mine
-    part = Int32(0)
-    if unit >= units:
-        part = Int32(1)
-    if unit >= 2 * units:
-        part = Int32(2)
-    address = window.page + Int64(part * at.D + at.channel) * (window.channel_stride * 2)
-    return unit, mine < of_warp and unit < 3 * units, address + Int64(unit - part * units) * 16
-
-
-def _cells(entries: int, P: Plan) -> int:
-    """Pieces per lane of entries of a window that is not dim-first: 16 bytes, or one element."""
-    piece = _UNIT if P.layout == "taps" else 1
-    return ceil_div(_WARP_CHANNELS // piece * entries, 32)
-
-
-@cute.jit
-def _cell(
-    window: Window, first: Int32, entries: cutlass.Constexpr, i: cutlass.Constexpr, at: Place, P: cutlass.Constexpr
-) -> tuple[Int32, cutlass.Boolean, Int64]:
-    """A lane's piece i of `[entries from first, 3, rows]`: its element, whether there is one, its address."""
-    piece = _UNIT if const_expr(P.layout == "taps") else 1
-    per_entry = _WARP_CHANNELS // piece
-    mine = at.lane + 32 * i
-    entry = mine // per_entry
-    channel = at.warp * _WARP_CHANNELS + mine % per_entry * piece
-    c = channel // P.rows * at.D + at.channel + channel % P.rows
-    address = window.page + (Int64(first + entry) * window.tap_stride + Int64(c) * window.channel_stride) * 2
-    return entry * (3 * P.rows) + channel, entry < entries and channel < 3 * P.rows, address
-
-
-@cute.jit
-def load_projection(M: cutlass.Constexpr, projected: Int64, pitch: Int64, at: Place, P: cutlass.Constexpr) -> None:
-    units, columns = P.rows // _UNIT, HEAD_DIM // _UNIT
-    row_bytes, part_bytes, wide = pitch * 2, Int64(at.D) * 2, P.streamable
-    mine = projected + Int64(at.channel) * 2
-    f_a = projected + 4 * part_bytes
-    rows = Rows(P.tokens, 1, columns, swizzled=P.gate_mode != 2, wide=wide)
-    copy_rows(M.f_a.iterator, f_a, row_bytes, Int64(0), rows, at, P)
-    used = P.tokens * columns
-    rows = Rows(P.tokens, 3, units, wide=wide, first=used)
-    copy_rows(M.x.iterator + P.history * 3 * P.rows, mine, row_bytes, part_bytes, rows, at, P)
-    rows = Rows(P.tokens, 1, units, wide=wide, first=used + 3 * P.tokens * units)
-    copy_rows(M.out_gate.iterator, mine + 3 * part_bytes, row_bytes, Int64(0), rows, at, P)
-    t = P.threads - 1 - at.tid
-    if t < P.tokens:
-        beta = f_a + 2 * HEAD_DIM + Int64(t) * row_bytes
-        if const_expr(wide):
-            # A word: the other half is beta of the neighbouring head, or padding of the row.
-            blocks.copy_async(M.beta.iterator.toint() + t * 4, beta + Int64(at.head // 2) * 4, 4)
-        else:
-            M.beta[at.head % 2, t] = blocks.at(BFloat16, beta, at.head)
+        blocks.copy_async(M.A_log.iterator.toint(), A.A_log + Int64(at.head) * 4, 4)
 
 
 @cute.jit
@@ -1042,38 +791,15 @@ def convolve(M: cutlass.Constexpr, window: Window, record: Record, at: Place, P:
     if at.tid < 3 * pairs * P.token_groups:
         group = at.tid // (3 * pairs)
         part, pair = at.tid // pairs % 3, at.tid % pairs
-        # (channel of the pair, pair, part, entry)
-        x = cute.make_tensor(
-            M.x.iterator,
-            cute.make_layout((2, pairs, 3, P.history + P.tokens), stride=(1, 2, P.rows, 3 * P.rows)),
-        )
-        taps = cute.make_tensor(
-            M.taps.iterator,
-            cute.make_layout((2, pairs, CONV_WIDTH, 3), stride=(1, 2, P.rows, CONV_WIDTH * P.rows)),
-        )
-        biases = cute.make_tensor(M.bias.iterator, cute.make_layout((2, pairs, 3), stride=(1, 2, P.rows)))
+        x = conv_window.inputs_by_pair(M, P)
         weight = cute.make_rmem_tensor((2, CONV_WIDTH), P.conv_dtype)
         bias = cute.make_rmem_tensor(2, P.conv_dtype)
-        cute.autovec_copy(biases[None, pair, part], bias)
-        for tap in range_constexpr(CONV_WIDTH):
-            cute.autovec_copy(taps[None, pair, tap, part], weight[None, tap])
-
-        past = cute.make_rmem_tensor((2, _HISTORY), BFloat16)
+        conv_window.take_weights(weight, bias, M, pair, part, P)
+        past = cute.make_rmem_tensor((2, HISTORY), BFloat16)
         first = group * P.group_tokens  # token
-        if group == 0:
-            if const_expr(P.layout == "rows"):
-                take_history(past, M, window, pair, part, P)
-            else:
-                for e in range_constexpr(_HISTORY):
-                    cute.autovec_copy(x[None, pair, part, e], past[None, e])
-        if const_expr(P.token_groups > 1):
-            if group > 0:
-                for e in range_constexpr(_HISTORY):
-                    entry = P.history + P.group_tokens - _HISTORY + e
-                    cute.autovec_copy(x[None, pair, part, entry], past[None, e])
-
+        conv_window.take_past(past, x, M, window, group, pair, part, P)
         seen = cute.make_rmem_tensor((2, CONV_WIDTH), Float32)
-        for e in range_constexpr(_HISTORY):
+        for e in range_constexpr(HISTORY):
             for i in range_constexpr(2):
                 seen[i, e + 1] = past[i, e].to(Float32)
         # Unrolled further, the tokens take more registers than the state leaves.
@@ -1086,39 +812,7 @@ def convolve(M: cutlass.Constexpr, window: Window, record: Record, at: Place, P:
                     _convolve_token(t, x, seen, weight, bias, M, record, pair, part, at, P)
         if const_expr(P.layout == "rows"):
             if group == 0:
-                roll_window(past, x, M, window, pair, part, P)
-
-
-@cute.jit
-def take_history(
-    past: cute.Tensor, M: cutlass.Constexpr, window: Window, pair: Int32, part: Int32, P: cutlass.Constexpr
-) -> None:
-    """Entries start .. start+2 of two channels of a window that is copied whole."""
-    entries = window.channel_stride
-    place = (part * P.rows + 2 * pair) * entries + window.start
-    for i in range_constexpr(2):
-        for e in range_constexpr(_HISTORY):
-            past[i, e] = M.window[place + i * entries + e]
-
-
-@cute.jit
-def roll_window(
-    past: cute.Tensor,
-    x: cute.Tensor,
-    M: cutlass.Constexpr,
-    window: Window,
-    pair: Int32,
-    part: Int32,
-    P: cutlass.Constexpr,
-) -> None:
-    """The last two entries of the history, then the inputs, as the first entries of two channels."""
-    entries = window.channel_stride
-    place = (part * P.rows + 2 * pair) * entries
-    for i in range_constexpr(2):
-        M.window[place + i * entries] = past[i, 1]
-        M.window[place + i * entries + 1] = past[i, 2]
-        for t in range_constexpr(P.tokens):
-            M.window[place + i * entries + 2 + t] = x[i, pair, part, t]
+                conv_window.roll(past, x, M, window, pair, part, P)
 
 
 @cute.jit
@@ -1140,9 +834,9 @@ def _convolve_token(
     cute.autovec_copy(x[None, pair, part, P.history + t], new)
     values = cute.make_rmem_tensor(2, Float32)
     for i in range_constexpr(2):
-        for e in range_constexpr(_HISTORY):
+        for e in range_constexpr(HISTORY):
             seen[i, e] = seen[i, e + 1]
-        seen[i, _HISTORY] = new[i].to(Float32)
+        seen[i, HISTORY] = new[i].to(Float32)
         y = bias[i].to(Float32)
         for tap in range_constexpr(CONV_WIDTH):
             y += weight[i, tap].to(Float32) * seen[i, tap]
@@ -1166,36 +860,6 @@ def _convolve_token(
         if part == 1 and record.row >= 0:
             key = record.key_gates + Int64(t * (2 * HEAD_DIM) + at.rank * P.rows + 2 * pair) * 2
             blocks.put(Uint32, key, blocks.pack(values[0], values[1]))
-
-
-@cute.jit
-def store_window(M: cutlass.Constexpr, window: Window, at: Place, P: cutlass.Constexpr) -> None:
-    """The two inputs before this step's, then these, as the first tokens+2 entries; a warp those of its channels."""
-    if const_expr(P.layout == "rows"):
-        for i in range_constexpr(_row_units(P)):
-            unit, inside, address = _row_unit(window, i, at, P)
-            if inside:
-                _store_unit(M.window.iterator, unit, 3 * P.rows // _UNIT * P.window, address)
-    else:
-        entries = M.x.iterator + 3 * P.rows
-        total = (P.tokens + 2) * 3 * P.rows
-        for i in range_constexpr(_cells(P.tokens + 2, P)):
-            place, inside, address = _cell(window, Int32(0), P.tokens + 2, i, at, P)
-            if inside:
-                if const_expr(P.layout == "taps"):
-                    _store_unit(entries, place // _UNIT, total // _UNIT, address)
-                else:
-                    blocks.put(BFloat16, address, cute.make_tensor(entries, cute.make_layout(total))[place])
-
-
-@cute.jit
-def _store_unit(source: cute.Pointer, unit: Int32, units: cutlass.Constexpr, address: Int64) -> None:
-    """One of `units` 16-byte units of shared memory to global memory."""
-    values = cute.make_rmem_tensor(_UNIT, BFloat16)
-    layout = cute.make_layout((_UNIT, units), stride=(1, _UNIT))
-    cute.autovec_copy(cute.make_tensor(source, layout)[None, unit], values)
-    target = cute.make_ptr(BFloat16, address, GMEM, assumed_align=16)
-    cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(_UNIT)))
 
 
 @cute.jit
@@ -1264,7 +928,7 @@ def decode(
     q, k = columns(M, 0, Int32(0), at, P), columns(M, 1, Int32(0), at, P)
     w = product(S, k, at, P)
     y = product(S, q, at, P)
-    rk, rq, kq = normalizers(q, k, scale, P.lanes)
+    rk, rq, kq = blocks.normalizers(q, k, scale, P.lanes)
     beta = blocks.sigmoid(M.beta[at.head % 2, 0].to(Float32))
     u = beta * (M.vectors[3 * HEAD_DIM + own] - w * rk)
     o = blocks.rounded(y * rq + u * kq)
@@ -1284,27 +948,12 @@ def decode(
 
 
 @cute.jit
-def normalizers(
-    q: cute.Tensor, k: cute.Tensor, scale: Float32, lanes: cutlass.Constexpr
-) -> tuple[Float32, Float32, Float32]:
-    """rk, rq and (k.q) rk rq of a token whose q and k are spread over `lanes` lanes."""
-    kk, qq, kq = Float32(0), Float32(0), Float32(0)
-    for i in range_constexpr(cute.size(q)):
-        kk += k[i] * k[i]
-        qq += q[i] * q[i]
-        kq += k[i] * q[i]
-    rk = blocks.rsqrt(blocks.lane_sum(kk, 1, lanes) + Float32(_KEY_EPS))
-    rq = scale * blocks.rsqrt(blocks.lane_sum(qq, 1, lanes) + Float32(_KEY_EPS))
-    return rk, rq, blocks.lane_sum(kq, 1, lanes) * rk * rq
-
-
-@cute.jit
 def normalize_decode(
     o: Float32, M: cutlass.Constexpr, eps: Float32, results: Int64, own: Int32, at: Place, P: cutlass.Constexpr
 ) -> None:
     gated = M.norm_weight[own] * blocks.sigmoid(M.out_gate[own, 0].to(Float32))
     if const_expr(P.split > 1):
-        wait(M, _SQUARES, P)
+        prologue.wait(M, _SQUARES, P)
     else:
         arch.sync_threads()
     quads = cute.make_tensor(M.sums.iterator, cute.make_layout((4, P.norm_slots // 4), stride=(1, 4)))
@@ -1329,7 +978,7 @@ def factors(M: cutlass.Constexpr, scale: Float32, at: Place, P: cutlass.Constexp
             k = cute.make_rmem_tensor(4, Float32)
             cute.autovec_copy(quads[None, at.lane, 3 * t], q)
             cute.autovec_copy(quads[None, at.lane, 3 * t + 1], k)
-            rk, rq, kq = normalizers(q, k, scale, 32)
+            rk, rq, kq = blocks.normalizers(q, k, scale, 32)
             if at.lane == 0:
                 M.factors[0, t] = rk
                 M.factors[1, t] = rq
@@ -1413,7 +1062,7 @@ def normalize(
         if record.row >= 0:
             store_corrections(M, record, at, P)
     if const_expr(P.split > 1):
-        wait(M, _SQUARES, P)
+        prologue.wait(M, _SQUARES, P)
     for i in range_constexpr(count):
         index = at.tid + i * P.threads
         if index < total_quads:
@@ -1433,7 +1082,7 @@ def normalize(
             for e in range_constexpr(4):
                 gated = weights[e] * blocks.sigmoid(gates[e].to(Float32))
                 y[e] = (o[e, i].to(Float32) * rms * gated).to(BFloat16)
-            _store_quad(y, results + (Int64(t) * at.D + 4 * quad) * 2)
+            prologue.store_quad(y, results + (Int64(t) * at.D + 4 * quad) * 2)
 
 
 @cute.jit
@@ -1451,21 +1100,3 @@ def store_corrections(M: cutlass.Constexpr, record: Record, at: Place, P: cutlas
             element = index // lanes * HEAD_DIM + at.rank * P.rows + 4 * (index % lanes)
             target = cute.make_ptr(Float32, record.corrections + Int64(element) * 4, GMEM, assumed_align=16)
             cute.autovec_copy(u, cute.make_tensor(target, cute.make_layout(4)))
-
-
-@cute.jit
-def store_zeros(results: Int64, at: Place, P: cutlass.Constexpr) -> None:
-    """Zeros in this CTA's channels of all tokens."""
-    lanes = P.rows // 4
-    zeros = cute.make_rmem_tensor(4, BFloat16)
-    zeros.fill(BFloat16(0))
-    for i in range_constexpr(ceil_div(P.tokens * lanes, P.threads)):
-        index = at.tid + i * P.threads
-        if index < P.tokens * lanes:
-            _store_quad(zeros, results + (Int64(index // lanes) * at.D + 4 * (index % lanes)) * 2)
-
-
-@cute.jit
-def _store_quad(values: cute.Tensor, address: Int64) -> None:
-    target = cute.make_ptr(BFloat16, address, GMEM, assumed_align=8)
-    cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(4)))

@@ -29,22 +29,27 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from kda_kernels import arguments, blocks, chunked, cubin
+from kda_kernels import arguments, blocks, chunked, conv_window, cubin, prologue
+from kda_kernels.conv_window import HISTORY, Window
 from kda_kernels.gpu import Gpu
 from kda_kernels.operands import StepOperands
+from kda_kernels.prologue import ALIGNMENT, UNIT, Operands, Place, Record, Rows
 from kdabench.problem import CONV_WIDTH, HEAD_DIM, Problem, ceil_div
 
 KERNELS = ("kda_split_chunked",)
-SOURCES = ("split_chunked.py", "chunked.py", "blocks.py", "arguments.py", "cubin.py")
+SOURCES = (
+    "split_chunked.py",
+    "chunked.py",
+    "prologue.py",
+    "conv_window.py",
+    "arguments.py",
+    "blocks.py",
+    "cubin.py",
+)
 
 SHAPES = ((1, 256), (2, 128), (2, 256), (4, 128), (4, 256), (8, 128))
 """split, threads."""
 
-_HISTORY = CONV_WIDTH - 1
-_UNIT = 8  # bf16 elements of a 16-byte copy
-_KEY_EPS = 1e-6
-_ALIGN = 128
-"""Of shared memory that cp.async fills: elsewhere a copy takes several passes."""
 _VECTORS, _SUMS = 0, 1
 """mbarriers."""
 
@@ -236,7 +241,7 @@ class Plan(chunked.Shape):
             "sums": 4 * tokens * self.norm_slots,
             "barriers": 16,
         }
-        return {name: (size, _ALIGN) for name, size in copied.items() if size} | {
+        return {name: (size, ALIGNMENT) for name, size in copied.items() if size} | {
             name: (size, 16) for name, size in computed.items()
         }
 
@@ -251,20 +256,17 @@ class Plan(chunked.Shape):
     def ctas_per_sm(self) -> int:
         """CTAs that an SM must hold, by registers and shared memory."""
         registers = 128 if self.cells > 4 else 96 if self.cells > 2 else 80
-        return min(65_536 // (registers * self.threads), 233_472 // (self.smem_bytes + 1024))
+        return min(65_536 // (registers * self.threads), prologue.SM_SMEM // (self.smem_bytes + prologue.RESERVED_SMEM))
 
 
 def plan(problem: Problem, spec: Choices) -> Plan:
-    layout: Literal["rows", "taps", "any"] = "any"
-    if spec.streamable:
-        layout = "rows" if problem.conv_layout == "dim-first" else "taps"
-    window = spec.window if spec.window is not None else problem.window
+    layout, window = arguments.window_rules(problem, spec.streamable, spec.window)
     return Plan(
         tokens=problem.tokens,
         state_dtype=problem.state_dtype,
         threads=spec.threads,
         layout=layout,
-        window=window if layout == "rows" else 0,
+        window=window,
         streamable=spec.streamable,
         weight_dtype=spec.conv_weight_dtype,
         terms=2 if problem.state_dtype == "fp32" else spec.terms,
@@ -334,20 +336,13 @@ def grid(rules: Plan, heads: int, requests: int) -> tuple[int, int, int]:
 
 
 @dataclass(frozen=True)
-class Shared:
+class Shared(Operands):
     """A CTA's shared memory. R = rows of the CTA."""
 
     gate_weight: Any  # [R, K] bf16, 16-byte units swizzled by row
     taps: Any  # [3, 4, R]
     bias: Any  # [3, R]
-    dt_bias: Any  # [R]
     norm_weight: Any  # [R]
-    A_log: Any  # [1]
-    x: Any  # [history + tokens, 3, R] bf16
-    f_a: Any  # [tokens, K] bf16, 16-byte units swizzled by token
-    out_gate: Any  # [tokens, R] bf16
-    beta: Any  # [tokens, 2] bf16, of an even head and its neighbour
-    window: Any  # rows: [3, R, entries] bf16; else the first entries of x
     fragments: Any  # `chunked.Shape.fragment_layout`, all columns; received
     gamma: Any  # [tokens, chunked.GAMMA_PITCH], R columns used
     values: Any  # [tokens, row_pitch] v
@@ -358,18 +353,6 @@ class Shared:
     products: Any  # [column part][Gamma k, Gamma q of each slot][row_pitch]
     sums: Any  # [tokens, norm_slots] parts of |o|^2; received
     barriers: Any
-
-
-class Place(NamedTuple):
-    """Where a thread works: item and CTA, and their first element in a head-major vector [D]."""
-
-    tid: Int32
-    warp: Int32
-    lane: Int32
-    rank: Int32
-    head: Int32
-    channel: Int32
-    D: Int32
 
 
 class Task(NamedTuple):
@@ -414,15 +397,7 @@ def kda_split_chunked(A: arguments.Arguments, P: cutlass.Constexpr) -> None:
 
     M = allocate(P)
     if const_expr(P.split > 1):
-        if tid == 0:
-            arch.mbarrier_init(M.barriers + _VECTORS, 1)
-            arch.mbarrier_init(M.barriers + _SUMS, 1)
-            arch.mbarrier_init_fence()
-        arch.sync_warp()
-        if tid == 0:
-            arch.mbarrier_arrive_and_expect_tx(M.barriers + _VECTORS, P.vector_bytes)
-            arch.mbarrier_arrive_and_expect_tx(M.barriers + _SUMS, 4 * P.tokens * P.norm_slots)
-        arch.cluster_arrive_relaxed()
+        prologue.join_cluster(M.barriers, (P.vector_bytes, 4 * P.tokens * P.norm_slots), tid)
 
     at = Place(tid, warp, lane, rank, head, head * HEAD_DIM + rank * P.rows, A.heads * HEAD_DIM)
     load_weights(A, M, at, P)
@@ -430,7 +405,7 @@ def kda_split_chunked(A: arguments.Arguments, P: cutlass.Constexpr) -> None:
     if const_expr(not P.chained):
         arch.griddepcontrol_wait()
         arch.griddepcontrol_launch_dependents()
-        load_projection(A, M, projected, at, P)
+        prologue.load_projection(copy_rows, M, projected, A.pitch, at, P)
         arch.cp_async_commit_group()
     # What doesn't need the slot is computed before it: pinned, or it would be moved behind.
     offset = blocks.pinned(state_offset(at, P))
@@ -438,8 +413,7 @@ def kda_split_chunked(A: arguments.Arguments, P: cutlass.Constexpr) -> None:
     results = A.out + (Int64(request * P.tokens) * at.D + at.channel) * 2
     page, row = arch.shuffle_sync(mine, 0), arch.shuffle_sync(mine, 1)
     if page > 0:
-        address = A.conv_state + Int64(page) * A.conv_stride * 2
-        window = chunked.Window(address, A.channel_stride, A.tap_stride, Int32(0))
+        window = conv_window.window_of(A, page, Int32(0))
         load_window(M, window, cells, at, P)
         item = A.state + (Int64(page) * A.state_stride * P.item_bytes + offset)
         raw = cute.make_rmem_tensor((4, 2, P.cells), Uint32)
@@ -448,12 +422,12 @@ def kda_split_chunked(A: arguments.Arguments, P: cutlass.Constexpr) -> None:
         if const_expr(P.chained):
             arch.griddepcontrol_wait()
             arch.griddepcontrol_launch_dependents()
-            load_projection(A, M, projected, at, P)
+            prologue.load_projection(copy_rows, M, projected, A.pitch, at, P)
             arch.cp_async_commit_group()
         arch.cp_async_commit_group()
         # From this CTA's first channel on.
         entry = Int64(head * A.record_tokens) * HEAD_DIM
-        record = chunked.Record(
+        record = Record(
             row,
             A.key_gates + (Int64(row) * A.key_gates_stride + 2 * entry + rank * P.rows) * 2,
             A.corrections + (Int64(row) * A.corrections_stride + entry + rank * P.rows) * 4,
@@ -475,7 +449,7 @@ def kda_split_chunked(A: arguments.Arguments, P: cutlass.Constexpr) -> None:
             arch.cluster_wait()
         arch.sync_threads()
         if warp < P.conv_warps:
-            seen = cute.make_rmem_tensor((4, _HISTORY + P.group_tokens), Float32)
+            seen = cute.make_rmem_tensor((4, HISTORY + P.group_tokens), Float32)
             fetch_history(seen, M, window, task, P)
             exchange(M, convolve(weight, bias, seen, inputs, P), record, task, at, P)
         arch.sync_threads()
@@ -484,7 +458,7 @@ def kda_split_chunked(A: arguments.Arguments, P: cutlass.Constexpr) -> None:
         else:
             store_window(M, window, at, P)
         if const_expr(P.split > 1):
-            wait(M, _VECTORS, P)
+            prologue.wait(M, _VECTORS, P)
 
         pairs(M, at, P)
         arch.sync_threads()
@@ -506,18 +480,9 @@ def kda_split_chunked(A: arguments.Arguments, P: cutlass.Constexpr) -> None:
             arch.griddepcontrol_launch_dependents()
             arch.cp_async_commit_group()
         arch.cp_async_wait_group(0)
-        store_zeros(results, at, P)
+        prologue.store_zeros(results, at, P)
         if const_expr(P.split > 1):
             arch.cluster_wait()
-
-
-@cute.jit
-def wait(M: cutlass.Constexpr, barrier: cutlass.Constexpr, P: cutlass.Constexpr) -> None:
-    """Wait for all that the CTAs of the cluster send to one of this CTA's mbarriers."""
-    if const_expr(P.spin):
-        blocks.poll(M.barriers + barrier, 0)
-    else:
-        arch.mbarrier_wait(M.barriers + barrier, 0)
 
 
 def allocate(P: Plan) -> Shared:
@@ -535,127 +500,66 @@ def allocate(P: Plan) -> Shared:
         return smem.allocate_tensor(dtype, cute.make_layout(size * 8 // dtype.width), byte_alignment=alignment)
 
     areas = {name: take(name) for name in P.areas}
+    areas["bias"] = cute.make_tensor(areas["bias"].iterator, cute.make_layout((P.rows, 3)))
+    areas["beta"] = cute.make_tensor(areas["beta"].iterator, cute.make_layout((2, P.tokens)))
     areas["barriers"] = areas["barriers"].iterator
     return Shared(**{"window": areas["x"]} | areas)
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Rows [outer, inner] of `units` 16-byte units each, to be copied to dense rows in shared memory.
-
-    swizzled   unit u of row r goes to place u ^ (r % 8) of its row
-    wide       by cp.async; otherwise element by element, for rows at any even address
-    first      thread that gets the first unit
-    """
-
-    outer: int
-    inner: int
-    units: int
-    swizzled: bool = False
-    wide: bool = True
-    first: int = 0
-
-
 @cute.jit
 def copy_rows(
-    area: cute.Tensor,
-    source: Int64,
+    shared: cute.Pointer,
+    address: Int64,
     outer_bytes: Int64,
     inner_bytes: Int64,
     R: cutlass.Constexpr,
     at: Place,
     P: cutlass.Constexpr,
 ) -> None:
-    """Start to copy rows that lie outer_bytes and inner_bytes apart."""
+    """`prologue.copy_rows` with the addresses of each unit found anew: fewer registers, more instructions."""
     total = R.outer * R.inner * R.units
     thread = (at.tid + (P.threads - R.first % P.threads)) % P.threads
     for i in range_constexpr(ceil_div(total, P.threads)):
         unit = thread + i * P.threads
         if const_expr((i + 1) * P.threads <= total):
-            _copy_unit(area, source, outer_bytes, inner_bytes, unit, R)
+            _copy_unit(shared, address, outer_bytes, inner_bytes, unit, R)
         else:
             if unit < total:
-                _copy_unit(area, source, outer_bytes, inner_bytes, unit, R)
+                _copy_unit(shared, address, outer_bytes, inner_bytes, unit, R)
 
 
 @cute.jit
 def _copy_unit(
-    area: cute.Tensor, source: Int64, outer_bytes: Int64, inner_bytes: Int64, unit: Int32, R: cutlass.Constexpr
+    shared: cute.Pointer, address: Int64, outer_bytes: Int64, inner_bytes: Int64, unit: Int32, R: cutlass.Constexpr
 ) -> None:
     row, u = unit // R.units, unit % R.units
-    address = source + Int64(row // R.inner) * outer_bytes + Int64(row % R.inner) * inner_bytes + u * 16
+    source = address + Int64(row // R.inner) * outer_bytes + Int64(row % R.inner) * inner_bytes + u * 16
     place = unit
     if const_expr(R.swizzled):
         place = row * R.units + (u ^ (row % 8))
-    target = area.iterator.toint() + place * 16
-    if const_expr(R.wide):
-        blocks.copy_async(target, address, 16)
-    else:
-        values = cute.make_rmem_tensor(_UNIT, BFloat16)
-        for e in range_constexpr(_UNIT):
-            values[e] = blocks.at(BFloat16, address, Int32(e))
-        cells = cute.make_ptr(BFloat16, target, SMEM, assumed_align=16)
-        cute.autovec_copy(values, cute.make_tensor(cells, cute.make_layout(_UNIT)))
+    prologue.copy_unit(shared.toint() + place * 16, source, R.wide)
 
 
 @cute.jit
 def load_weights(A: arguments.Arguments, M: cutlass.Constexpr, at: Place, P: cutlass.Constexpr) -> None:
-    size = P.weight_bytes
-    units, quads = P.rows * size // 16, P.rows // 4
-    part_bytes, none = Int64(at.D) * size, Int64(0)
+    quads, tap_bytes, none = P.rows // 4, Int64(at.D) * P.weight_bytes, Int64(0)
     features = A.f_b + Int64(at.channel) * (2 * HEAD_DIM)
-    rows = Rows(1, P.rows, HEAD_DIM // _UNIT, swizzled=True)
-    copy_rows(M.gate_weight, features, none, Int64(2 * HEAD_DIM), rows, at, P)
-    used = P.rows * (HEAD_DIM // _UNIT)
-    copy_rows(M.dt_bias, A.dt_bias + Int64(at.channel) * 4, none, none, Rows(1, 1, quads, first=used), at, P)
+    rows = Rows(1, P.rows, HEAD_DIM // UNIT, swizzled=True)
+    copy_rows(M.gate_weight.iterator, features, none, Int64(2 * HEAD_DIM), rows, at, P)
+    used = P.rows * (HEAD_DIM // UNIT)
+    copy_rows(M.dt_bias.iterator, A.dt_bias + Int64(at.channel) * 4, none, none, Rows(1, 1, quads, first=used), at, P)
     used += quads
     if at.tid == P.threads - 1:
         blocks.copy_async(M.A_log.iterator.toint(), A.A_log + Int64(at.head) * 4, 4)
-    rows = Rows(1, 3 * CONV_WIDTH, units, first=used)
-    copy_rows(M.taps, A.conv_weight + Int64(at.channel) * size, none, part_bytes, rows, at, P)
-    used += 3 * CONV_WIDTH * units
-    if A.conv_bias != none:
-        rows = Rows(1, 3, units, first=used)
-        copy_rows(M.bias, A.conv_bias + Int64(at.channel) * size, none, part_bytes, rows, at, P)
-    else:
-        if at.tid < P.rows:
-            for part in range_constexpr(3):
-                M.bias[part * P.rows + at.tid] = P.conv_dtype(0)
-    used += 3 * units
-    rows = Rows(1, 1, quads, first=used)
-    copy_rows(M.norm_weight, A.norm_weight + Int64(at.rank * P.rows) * 4, none, none, rows, at, P)
-
-
-@cute.jit
-def load_projection(
-    A: arguments.Arguments, M: cutlass.Constexpr, projected: Int64, at: Place, P: cutlass.Constexpr
-) -> None:
-    units, columns = P.rows // _UNIT, HEAD_DIM // _UNIT
-    row_bytes, part_bytes, wide = A.pitch * 2, Int64(at.D) * 2, P.streamable
-    mine = projected + Int64(at.channel) * 2
-    f_a = projected + 4 * part_bytes
-    rows = Rows(P.tokens, 1, columns, swizzled=True, wide=wide)
-    copy_rows(M.f_a, f_a, row_bytes, Int64(0), rows, at, P)
-    used = P.tokens * columns
-    inputs = cute.make_tensor(M.x.iterator + P.history * 3 * P.rows, cute.make_layout(3 * P.rows * P.tokens))
-    copy_rows(inputs, mine, row_bytes, part_bytes, Rows(P.tokens, 3, units, wide=wide, first=used), at, P)
-    used += 3 * P.tokens * units
-    rows = Rows(P.tokens, 1, units, wide=wide, first=used)
-    copy_rows(M.out_gate, mine + 3 * part_bytes, row_bytes, Int64(0), rows, at, P)
-    t = P.threads - 1 - at.tid
-    if t < P.tokens:
-        beta = f_a + 2 * HEAD_DIM + Int64(t) * row_bytes
-        if const_expr(wide):
-            # A word: the other half is beta of the neighbouring head, or padding of the row.
-            blocks.copy_async(M.beta.iterator.toint() + t * 4, beta + Int64(at.head // 2) * 4, 4)
-        else:
-            M.beta[2 * t + at.head % 2] = blocks.at(BFloat16, beta, at.head)
+    prologue.load_taps(copy_rows, A, M, tap_bytes, used, at, P)
+    rows = Rows(1, 1, quads, first=used + prologue.tap_units(P))
+    copy_rows(M.norm_weight.iterator, A.norm_weight + Int64(at.rank * P.rows) * 4, none, none, rows, at, P)
 
 
 @cute.jit
 def window_offsets(A: arguments.Arguments, at: Place, P: cutlass.Constexpr) -> cute.Tensor:
     """Bytes in a page of this thread's units of a window that is copied whole."""
-    count = max(ceil_div(3 * P.rows // _UNIT * P.window, P.threads), 1)
+    count = max(ceil_div(3 * P.rows // UNIT * P.window, P.threads), 1)
     offsets = cute.make_rmem_tensor(count, Int32)
     if const_expr(P.layout == "rows"):
         for i in range_constexpr(count):
@@ -666,7 +570,7 @@ def window_offsets(A: arguments.Arguments, at: Place, P: cutlass.Constexpr) -> c
 @cute.jit
 def _rows_offset(entries: Int32, unit: Int32, at: Place, P: cutlass.Constexpr) -> Int32:
     """Byte in a dim-first page of one of this CTA's 16-byte units, `[3, R / 8 * entries]`."""
-    units = P.rows // _UNIT * entries  # of one of q, k, v
+    units = P.rows // UNIT * entries  # of one of q, k, v
     part = Int32(0)
     if unit >= units:
         part = Int32(1)
@@ -676,12 +580,10 @@ def _rows_offset(entries: Int32, unit: Int32, at: Place, P: cutlass.Constexpr) -
 
 
 @cute.jit
-def load_window(
-    M: cutlass.Constexpr, window: chunked.Window, offsets: cute.Tensor, at: Place, P: cutlass.Constexpr
-) -> None:
+def load_window(M: cutlass.Constexpr, window: Window, offsets: cute.Tensor, at: Place, P: cutlass.Constexpr) -> None:
     """rows: all entries, `[3, R, W]`, from `window_offsets`; else the first three, `[3 entries, 3, R]`."""
     if const_expr(P.layout == "rows"):
-        units = 3 * P.rows // _UNIT * window.channel_stride
+        units = 3 * P.rows // UNIT * window.channel_stride
         base = M.window.iterator.toint()
         for i in range_constexpr(cute.size(offsets)):
             unit = at.tid + i * P.threads
@@ -689,22 +591,10 @@ def load_window(
                 blocks.copy_async(base + unit * 16, window.page + offsets[i], 16)
     elif const_expr(P.layout == "taps"):
         tap_bytes = Int64(window.tap_stride) * 2
-        rows = Rows(_HISTORY, 3, P.rows // _UNIT)
-        copy_rows(M.window, window.page + Int64(at.channel) * 2, tap_bytes, Int64(at.D) * 2, rows, at, P)
+        rows = Rows(HISTORY, 3, P.rows // UNIT)
+        copy_rows(M.window.iterator, window.page + Int64(at.channel) * 2, tap_bytes, Int64(at.D) * 2, rows, at, P)
     else:
-        total = _HISTORY * 3 * P.rows
-        for i in range_constexpr(ceil_div(total, P.threads)):
-            index = at.tid + i * P.threads
-            if index < total:
-                M.window[index] = blocks.at(BFloat16, _element(window, index, at, P), Int32(0))
-
-
-@cute.jit
-def _element(window: chunked.Window, index: Int32, at: Place, P: cutlass.Constexpr) -> Int64:
-    """Address of element `index` of `[entries, 3, R]` of this CTA."""
-    entry = index // (3 * P.rows)
-    c = index // P.rows % 3 * at.D + at.channel + index % P.rows
-    return window.page + (Int64(entry) * window.tap_stride + Int64(c) * window.channel_stride) * 2
+        conv_window.load_elements(M, window, at, P)
 
 
 @cute.jit
@@ -731,7 +621,7 @@ def load_state(raw: cute.Tensor, first: Int64, P: cutlass.Constexpr) -> None:
 
 
 @cute.jit
-def gate(A: arguments.Arguments, M: cutlass.Constexpr, record: chunked.Record, at: Place, P: cutlass.Constexpr) -> None:
+def gate(A: arguments.Arguments, M: cutlass.Constexpr, record: Record, at: Place, P: cutlass.Constexpr) -> None:
     """Gamma of this CTA's features, by the last warps, 16 features each; raw gates to the record."""
     index = at.warp - (P.warps - P.row_tiles)
     if index >= 0:
@@ -739,7 +629,7 @@ def gate(A: arguments.Arguments, M: cutlass.Constexpr, record: chunked.Record, a
         # (word, half of a unit, unit, row)
         source = cute.make_tensor(
             cute.recast_ptr(M.gate_weight.iterator, dtype=Uint32),
-            cute.make_layout((2, 2, HEAD_DIM // _UNIT, P.rows), stride=(1, 2, 4, HEAD_DIM // 2)),
+            cute.make_layout((2, 2, HEAD_DIM // UNIT, P.rows), stride=(1, 2, 4, HEAD_DIM // 2)),
         )
         weights = cute.make_rmem_tensor((2, 2, chunked.STEPS), Uint32)
         for step in range_constexpr(chunked.STEPS):
@@ -789,25 +679,23 @@ def fetch_operands(
 
 
 @cute.jit
-def fetch_history(
-    seen: cute.Tensor, M: cutlass.Constexpr, window: chunked.Window, task: Task, P: cutlass.Constexpr
-) -> None:
+def fetch_history(seen: cute.Tensor, M: cutlass.Constexpr, window: Window, task: Task, P: cutlass.Constexpr) -> None:
     """The three inputs before a task's first token, of the window or of this step: (4, entry)."""
     x = input_words(M, P)
-    for e in range_constexpr(_HISTORY):
-        entry = task.first + e - _HISTORY  # negative in the window
+    for e in range_constexpr(HISTORY):
+        entry = task.first + e - HISTORY  # negative in the window
         if const_expr(P.layout == "rows"):
             pair = cute.make_rmem_tensor(2, Uint32)
             cute.autovec_copy(x[None, task.quad, task.part, max(entry, Int32(0))], pair)
             take_halves(seen, pair, e)
-            place = (task.part * P.rows + 4 * task.quad) * window.channel_stride + min(_HISTORY + entry, _HISTORY - 1)
+            place = (task.part * P.rows + 4 * task.quad) * window.channel_stride + min(HISTORY + entry, HISTORY - 1)
             for i in range_constexpr(4):
                 # Read in any case: a branch would cost more.
                 older = M.window[place + i * window.channel_stride].to(Float32)
                 seen[i, e] = older if entry < 0 else seen[i, e]
         else:
             pair = cute.make_rmem_tensor(2, Uint32)
-            cute.autovec_copy(x[None, task.quad, task.part, _HISTORY + entry], pair)
+            cute.autovec_copy(x[None, task.quad, task.part, HISTORY + entry], pair)
             take_halves(seen, pair, e)
 
 
@@ -825,7 +713,7 @@ def convolve(
     """A task's results, rounded: words (2, token). `seen` holds the history, and room for the inputs."""
     words = cute.make_rmem_tensor((2, P.group_tokens), Uint32)
     for j in range_constexpr(P.group_tokens):
-        take_halves(seen, inputs[None, j], _HISTORY + j)
+        take_halves(seen, inputs[None, j], HISTORY + j)
         y = cute.make_rmem_tensor(4, Float32)
         for i in range_constexpr(4):
             y[i] = bias[i].to(Float32)
@@ -840,7 +728,7 @@ def convolve(
 def exchange(
     M: cutlass.Constexpr,
     words: cute.Tensor,
-    record: chunked.Record,
+    record: Record,
     task: Task,
     at: Place,
     P: cutlass.Constexpr,
@@ -946,7 +834,7 @@ def send_square(M: cutlass.Constexpr, square: Float32, task: Task, t: Int32, at:
 
 
 @cute.jit
-def roll_window(M: cutlass.Constexpr, window: chunked.Window, at: Place, P: cutlass.Constexpr) -> None:
+def roll_window(M: cutlass.Constexpr, window: Window, at: Place, P: cutlass.Constexpr) -> None:
     """The last two entries of the history, then the inputs, as the first entries of a window copied whole."""
     if at.tid < P.conv_tasks:
         task = task_of(at, P)
@@ -971,39 +859,18 @@ def roll_window(M: cutlass.Constexpr, window: chunked.Window, at: Place, P: cutl
 
 
 @cute.jit
-def store_window(M: cutlass.Constexpr, window: chunked.Window, at: Place, P: cutlass.Constexpr) -> None:
+def store_window(M: cutlass.Constexpr, window: Window, at: Place, P: cutlass.Constexpr) -> None:
     """The two inputs before this step's, then these, as the first tokens+2 entries."""
-    part_units = P.rows // _UNIT
+    part_units = P.rows // UNIT
     if const_expr(P.layout == "rows"):
         most = 3 * part_units * P.window
         for i in range_constexpr(ceil_div(most, P.threads)):
             unit = at.tid + i * P.threads
             if unit < 3 * part_units * window.channel_stride:
                 address = window.page + _rows_offset(window.channel_stride, unit, at, P)
-                _store_unit(M.window.iterator, unit, most, address)
+                conv_window.store_unit(M.window.iterator, unit, most, address)
     else:
-        total = (P.tokens + 2) * 3 * P.rows
-        entries = M.x.iterator + 3 * P.rows
-        if const_expr(P.layout == "taps"):
-            for i in range_constexpr(ceil_div(total // _UNIT, P.threads)):
-                unit = at.tid + i * P.threads
-                if unit < total // _UNIT:
-                    _store_unit(entries, unit, total // _UNIT, _element(window, unit * _UNIT, at, P))
-        else:
-            for i in range_constexpr(ceil_div(total, P.threads)):
-                index = at.tid + i * P.threads
-                if index < total:
-                    blocks.put(BFloat16, _element(window, index, at, P), M.x[3 * P.rows + index])
-
-
-@cute.jit
-def _store_unit(source: cute.Pointer, unit: Int32, units: cutlass.Constexpr, address: Int64) -> None:
-    """One of `units` 16-byte units of shared memory to global memory."""
-    values = cute.make_rmem_tensor(_UNIT, BFloat16)
-    layout = cute.make_layout((_UNIT, units), stride=(1, _UNIT))
-    cute.autovec_copy(cute.make_tensor(source, layout)[None, unit], values)
-    target = cute.make_ptr(BFloat16, address, GMEM, assumed_align=16)
-    cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(_UNIT)))
+        conv_window.store_entries(M, window, at, P)
 
 
 @cute.jit
@@ -1054,7 +921,7 @@ def inverse_norm(M: cutlass.Constexpr, part: Int32, t: Int32, P: cutlass.Constex
     total = values[0]
     for i in range_constexpr(1, P.split):
         total += values[i]
-    return blocks.rsqrt(total + Float32(_KEY_EPS))
+    return blocks.rsqrt(total + Float32(blocks.KEY_EPS))
 
 
 @cute.jit
@@ -1073,7 +940,8 @@ def reduce_pairs(M: cutlass.Constexpr, scale: Float32, at: Place, P: cutlass.Con
         total += partials[at.tid, part]
     own = inverse_norm(M, 1 - is_query, t, P)
     other = inverse_norm(M, Int32(1), s, P)
-    beta = blocks.sigmoid(M.beta[2 * min(t, P.tokens - 1) + at.head % 2].to(Float32))
+    betas = cute.make_tensor(M.beta.iterator, cute.make_layout(2 * P.tokens))
+    beta = blocks.sigmoid(betas[2 * min(t, P.tokens - 1) + at.head % 2].to(Float32))
     left = scale if is_query == 1 else beta
     value = total * (left * own) * other
     value = Float32(0) if s > t else value
@@ -1141,9 +1009,9 @@ def multiply(raw: cute.Tensor, M: cutlass.Constexpr, at: Place, P: cutlass.Const
 def finish(
     A: arguments.Arguments,
     M: cutlass.Constexpr,
-    window: chunked.Window,
+    window: Window,
     results: Int64,
-    record: chunked.Record,
+    record: Record,
     at: Place,
     P: cutlass.Constexpr,
 ) -> None:
@@ -1172,7 +1040,7 @@ def finish(
     if const_expr(P.layout == "rows"):
         store_window(M, window, at, P)
     if const_expr(P.split > 1):
-        wait(M, _SUMS, P)
+        prologue.wait(M, _SUMS, P)
     else:
         arch.sync_threads()
     sums = cute.make_tensor(
@@ -1253,16 +1121,3 @@ def send_sum(M: cutlass.Constexpr, square: Float32, t: Int32, r: Int32, at: Plac
                 cta = r + j * P.warp_rows
                 if cta < P.split:
                     blocks.send(blocks.peer(address, cta), blocks.peer(barrier, cta), square)
-
-
-@cute.jit
-def store_zeros(results: Int64, at: Place, P: cutlass.Constexpr) -> None:
-    """Zeros in this CTA's channels of all tokens."""
-    zeros = cute.make_rmem_tensor(4, BFloat16)
-    zeros.fill(BFloat16(0))
-    for i in range_constexpr(ceil_div(P.tokens * P.quads, P.threads)):
-        index = at.tid + i * P.threads
-        if index < P.tokens * P.quads:
-            address = results + (Int64(index // P.quads) * at.D + 4 * (index % P.quads)) * 2
-            target = cute.make_ptr(BFloat16, address, GMEM, assumed_align=8)
-            cute.autovec_copy(zeros, cute.make_tensor(target, cute.make_layout(4)))

@@ -39,33 +39,33 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from kda_kernels import arguments, blocks, chunked, cubin, walk
+from kda_kernels import arguments, blocks, chunked, conv_window, cubin, prologue, state_rows, walk
 from kda_kernels.arguments import Arguments
+from kda_kernels.conv_window import HISTORY, Window
 from kda_kernels.gpu import Gpu
 from kda_kernels.operands import StepOperands
+from kda_kernels.prologue import ALIGNMENT, UNIT, Operands
+from kda_kernels.state_rows import COLUMNS, HALF_WARP, LANES, PIECE_ROWS
 from kdabench.problem import CONV_WIDTH, HEAD_DIM, Problem, ceil_div
 
 KERNELS = ("kda_stream",)
-SOURCES = ("stream.py", "walk.py", "arguments.py", "chunked.py", "blocks.py", "cubin.py")
+SOURCES = (
+    "stream.py",
+    "walk.py",
+    "state_rows.py",
+    "chunked.py",
+    "prologue.py",
+    "conv_window.py",
+    "arguments.py",
+    "blocks.py",
+    "cubin.py",
+)
 
 CTAS_PER_SM = 2
-SMEM_BYTES = 233_472 // CTAS_PER_SM - 1024
+SMEM_BYTES = prologue.SM_SMEM // CTAS_PER_SM - prologue.RESERVED_SMEM
 """Shared memory of a CTA, so that two fit an SM."""
 
 _THREADS = 32 * chunked.WARPS
-_SOLVER = chunked.WARPS - 1
-"""The warp that solves: one of those that convolve nothing."""
-_CONVOLVING_WARPS = 3 * HEAD_DIM // 2 // 32
-"""A thread of these convolves two channels."""
-_UNIT = 8  # bf16 elements of a 16-byte copy
-_LANES = 16
-"""Lanes that share a row."""
-_COLUMNS = HEAD_DIM // _LANES
-_PIECE_ROWS = 2
-"""decode, spec: rows of a half-warp that are read, asked for and stored together."""
-_KEY_EPS = 1e-6
-_ALIGNMENT = 128
-"""Of areas that cp.async fills: a target that lies otherwise to a 32-byte sector than its source is fetched twice."""
 
 arch = cute.arch
 GMEM = cutlass.AddressSpace.gmem
@@ -117,7 +117,7 @@ class Plan(chunked.Shape):
 
     @property
     def chains(self) -> int:
-        return 1 if self.gate_mode == 0 else HEAD_DIM // chunked.WARPS // 2 // _PIECE_ROWS
+        return 1 if self.gate_mode == 0 else HEAD_DIM // chunked.WARPS // 2 // PIECE_ROWS
 
     @property
     def groups(self) -> int:
@@ -147,7 +147,7 @@ class Plan(chunked.Shape):
             "beta": 4 * self.tokens,
             "numbers": 4 * self.numbers,
         }
-        return {name: _aligned(size) for name, size in areas.items()}
+        return prologue.aligned(areas)
 
     @property
     def stage_bytes(self) -> int:
@@ -176,15 +176,11 @@ class Plan(chunked.Shape):
             }
         else:
             areas |= {"factors": 16 * self.tokens, "o": 2 * HEAD_DIM * self.tokens}
-        return {name: _aligned(size) for name, size in areas.items()}
+        return prologue.aligned(areas)
 
     @property
     def smem_bytes(self) -> int:
         return sum(self.areas.values())
-
-
-def _aligned(size: int) -> int:
-    return ceil_div(size, _ALIGNMENT) * _ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -201,15 +197,14 @@ class Compiled:
 
 
 def plan(problem: Problem, spec: Spec) -> Plan:
-    layout: Literal["rows", "taps"] = "rows" if problem.conv_layout == "dim-first" else "taps"
-    window = spec.window if spec.window is not None else problem.window
+    layout, window = arguments.window_rules(problem, True, spec.window)
     record = problem.kind == "record"
     p = Plan(
         tokens=problem.tokens,
         state_dtype=problem.state_dtype,
         threads=_THREADS,
         layout=layout,
-        window=window if layout == "rows" else 0,
+        window=window,
         streamable=True,
         weight_dtype=spec.conv_weight_dtype,
         terms=spec.terms if record and problem.state_dtype == "bf16" else 2,
@@ -266,7 +261,13 @@ def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
         raise ValueError(f"KdaStream: {reason}")
     p = plan(problem, spec)
     binary = cubin.build(
-        _host, lambda: _arguments(p), arch=gpu.arch, threads=p.threads, cluster=1, sources=SOURCES, choices=p
+        _host,
+        lambda: (arguments.placeholder(), p),
+        arch=gpu.arch,
+        threads=p.threads,
+        cluster=1,
+        sources=SOURCES,
+        choices=p,
     )
     return Compiled(binary, p, gpu.sms, spec.pdl, spec.most_items)
 
@@ -280,10 +281,6 @@ def launch(compiled: Compiled, operands: StepOperands, stream: int) -> None:
         raise ValueError(f"lower_bound={o.lower_bound} is too low for {p.tokens} tokens")
     per, ctas = schedule(o.A_log.shape[0] * o.slots.shape[0], compiled.sms, compiled.most_items)
     cubin.launcher(compiled.binary).launch((ctas, 1, 1), arguments.values(o, per), stream, compiled.pdl)
-
-
-def _arguments(p: Plan) -> tuple[Any, ...]:
-    return arguments.placeholder(), p
 
 
 @cute.jit
@@ -314,16 +311,9 @@ class Shared:
 
 
 @dataclass(frozen=True)
-class Stage:
+class Stage(Operands):
     """An item's operands."""
 
-    x: Any  # [history + tokens, 3, 128] bf16
-    f_a: Any  # [tokens, 128] bf16, units swizzled by token
-    out_gate: Any  # [tokens, 128] bf16
-    window: Any  # rows: [3, 128, entries] bf16; else the first entries of x
-    dt_bias: Any  # [128]
-    A_log: Any  # [1]
-    beta: Any  # [tokens, 2] bf16, of an even head and its neighbour
     numbers: Any  # [numbers] i32 of the item after
 
 
@@ -392,8 +382,8 @@ def kda_stream(A: Arguments, P: cutlass.Constexpr) -> None:
         at = place()
         M = stage_at(stage, P)
         now = request_of(numbers, P)
-        window = window_of(A, now)
-        record = record_of(A, now, item.head)
+        window = conv_window.window_of(A, now.page, now.start)
+        record = prologue.record_of(A, now.row, item.head)
         following = M.numbers[min(at.lane, P.numbers - 1)]
         if n + 1 == count:
             following = Int32(0)
@@ -404,7 +394,7 @@ def kda_stream(A: Arguments, P: cutlass.Constexpr) -> None:
             chunked.store_gammas(raw, F.gamma, M.dt_bias, exp_A, A.lower_bound, record, at.warp, at.lane, P)
         else:
             store_decays(raw, F, M, A.lower_bound, at, P)
-        if at.warp < _CONVOLVING_WARPS:
+        if at.warp < chunked.CONVOLVING_WARPS:
             if const_expr(P.taps_shared):
                 cute.autovec_copy(F.taps[None, at.tid, None], taps)
             bias = taps[None, CONV_WIDTH]
@@ -430,7 +420,7 @@ def kda_stream(A: Arguments, P: cutlass.Constexpr) -> None:
             at = meet()
             chunked.token_products(F.fragments, F.partials, at.warp, at.lane, P)
             at = meet()
-            if at.warp == _SOLVER:
+            if at.warp == chunked.SOLVER:
                 chunked.solve(F.partials, F.pairs, F.matrix, F.solution, blocks.sigmoid(beta), at.lane, P)
             if const_expr(P.stages == 1):
                 ask_next(A, F, stage_at(other, P), item, following, count - 1 - n, at, P)
@@ -440,7 +430,7 @@ def kda_stream(A: Arguments, P: cutlass.Constexpr) -> None:
                 factors = chunked.output_factors(M.out_gate, F.norm_weight, at.warp, at.lane, P)
             at = meet()
             now = request_of(blocks.pinned(numbers), P)
-            record = record_of(A, now, item.head)
+            record = prologue.record_of(A, now.row, item.head)
             u, attended = chunked.finish(sums, v, F.solution, at.lane, P)
             o = cute.make_rmem_tensor(4, Float32)
             for i in range_constexpr(4):
@@ -482,7 +472,7 @@ def allocate(P: Plan) -> Shared:
 
     def take(dtype: Any, name: str) -> Any:
         count = P.areas[name] // (dtype.width // 8)
-        return smem.allocate_tensor(dtype, cute.make_layout(count), byte_alignment=_ALIGNMENT)
+        return smem.allocate_tensor(dtype, cute.make_layout(count), byte_alignment=ALIGNMENT)
 
     def view(flat: Any, layout: Any) -> Any:
         return cute.make_tensor(flat.iterator, cute.make_layout(layout))
@@ -492,7 +482,7 @@ def allocate(P: Plan) -> Shared:
     areas["qkv"] = take(BFloat16, "qkv")
     areas["taps"] = None
     if P.taps_shared:
-        areas["taps"] = view(take(P.conv_dtype, "taps"), (2, 32 * _CONVOLVING_WARPS, CONV_WIDTH + 1))
+        areas["taps"] = view(take(P.conv_dtype, "taps"), (2, 32 * chunked.CONVOLVING_WARPS, CONV_WIDTH + 1))
     if P.kind == "record":
         areas |= {name: take(Float32, name) for name in ("pairs", "matrix", "sums")}
         areas |= {name: take(Uint32, name) for name in ("fragments", "solution")}
@@ -505,15 +495,7 @@ def allocate(P: Plan) -> Shared:
 
 def stage_at(address: Int32, P: Plan) -> Stage:
     """The stage of operands at a shared address."""
-    places, offset = {}, 0
-    for name, size in P.stage_areas.items():
-        places[name] = address + offset
-        offset += size
-
-    def view(dtype: Any, name: str, layout: Any) -> Any:
-        pointer = cute.make_ptr(dtype, places[name], SMEM, assumed_align=_ALIGNMENT)
-        return cute.make_tensor(pointer, cute.make_layout(layout))
-
+    view = prologue.side_by_side(P.stage_areas, address)
     x = view(BFloat16, "x", (HEAD_DIM, 3, P.history + P.tokens))
     return Stage(
         x=x,
@@ -582,27 +564,6 @@ def request_of(numbers: Int32, P: cutlass.Constexpr) -> Request:
 
 
 @cute.jit
-def window_of(A: Arguments, request: Request) -> chunked.Window:
-    page = A.conv_state + Int64(request.page) * A.conv_stride * 2
-    return chunked.Window(page, A.channel_stride, A.tap_stride, request.start)
-
-
-@cute.jit
-def record_of(A: Arguments, request: Request, head: Int32) -> chunked.Record:
-    first = Int64(head * A.record_tokens) * HEAD_DIM
-    return chunked.Record(
-        request.row,
-        A.key_gates + (Int64(request.row) * A.key_gates_stride + first * 2) * 2,
-        A.corrections + (Int64(request.row) * A.corrections_stride + first) * 4,
-    )
-
-
-@cute.jit
-def page_of(A: Arguments, slot: Int32, head: Int32, P: cutlass.Constexpr) -> Int64:
-    return A.state + (Int64(slot) * A.state_stride + Int64(head) * (HEAD_DIM * HEAD_DIM)) * P.item_bytes
-
-
-@cute.jit
 def results_of(A: Arguments, item: walk.Item, P: cutlass.Constexpr) -> Int64:
     """Address of the item's channels of its first token in `out`."""
     return A.out + (Int64(item.request * P.tokens) * A.heads + item.head) * (2 * HEAD_DIM)
@@ -615,7 +576,7 @@ def load_weights(
     """To registers: a head's gate weights; unless `taps_shared`, convolution weight and bias of two channels."""
     chunked.load_gate_weights(gate, A.f_b + Int64(head) * (2 * HEAD_DIM * HEAD_DIM), at.warp, at.lane)
     if const_expr(not P.taps_shared):
-        if at.warp < _CONVOLVING_WARPS:
+        if at.warp < chunked.CONVOLVING_WARPS:
             for tap in range_constexpr(CONV_WIDTH):
                 load_pair(taps, tap, A.conv_weight, weight_place(A, CONV_WIDTH, tap, head, at), P)
             taps[None, CONV_WIDTH].fill(P.conv_dtype(0))
@@ -679,7 +640,7 @@ def ask_constants(A: Arguments, F: cutlass.Constexpr, at: Place, P: cutlass.Cons
     if at.warp == 0:
         blocks.copy_async(F.norm_weight.iterator.toint() + at.lane * 16, A.norm_weight + at.lane * 16, 16)
     if const_expr(P.taps_shared):
-        if at.warp < _CONVOLVING_WARPS and A.conv_bias == Int64(0):
+        if at.warp < chunked.CONVOLVING_WARPS and A.conv_bias == Int64(0):
             F.taps[None, at.tid, CONV_WIDTH].fill(P.conv_dtype(0))
 
 
@@ -704,15 +665,15 @@ def ask_parameters(
         if at.lane == 31:
             blocks.copy_async(M.A_log.iterator.toint(), A.A_log + Int64(item.head) * 4, 4)
     if const_expr(P.taps_shared):
-        if new_head and at.warp < _CONVOLVING_WARPS:
+        if new_head and at.warp < chunked.CONVOLVING_WARPS:
             size = 2 * P.weight_bytes
             cell = F.taps.iterator.toint() + at.tid * size
             for tap in range_constexpr(CONV_WIDTH):
                 source = A.conv_weight + weight_place(A, CONV_WIDTH, tap, item.head, at) * P.weight_bytes
-                blocks.copy_async(cell + tap * (32 * _CONVOLVING_WARPS * size), source, size)
+                blocks.copy_async(cell + tap * (32 * chunked.CONVOLVING_WARPS * size), source, size)
             if A.conv_bias != Int64(0):
                 source = A.conv_bias + weight_place(A, 1, 0, item.head, at) * P.weight_bytes
-                blocks.copy_async(cell + CONV_WIDTH * (32 * _CONVOLVING_WARPS * size), source, size)
+                blocks.copy_async(cell + CONV_WIDTH * (32 * chunked.CONVOLVING_WARPS * size), source, size)
 
 
 @cute.jit
@@ -721,14 +682,15 @@ def ask_window(
 ) -> None:
     request = request_of(numbers, P)
     if request.read > 0:
+        window = conv_window.window_of(A, request.page, request.start)
         if const_expr(P.layout == "rows"):
-            ask_rows_window(A, M, window_of(A, request), head, at)
+            ask_rows_window(A, M, window, head, at)
         else:
-            ask_taps(A, M, window_of(A, request), head, at)
+            ask_taps(A, M, window, head, at)
 
 
 @cute.jit
-def ask_rows_window(A: Arguments, M: cutlass.Constexpr, window: chunked.Window, head: Int32, at: Place) -> None:
+def ask_rows_window(A: Arguments, M: cutlass.Constexpr, window: Window, head: Int32, at: Place) -> None:
     """All entries of a dim-first window; a thread takes the same 16 bytes of q, k and v."""
     part_bytes = 2 * HEAD_DIM * window.channel_stride
     if at.tid * 16 < part_bytes:
@@ -739,46 +701,36 @@ def ask_rows_window(A: Arguments, M: cutlass.Constexpr, window: chunked.Window, 
 
 
 @cute.jit
-def store_rows_window(A: Arguments, M: cutlass.Constexpr, window: chunked.Window, head: Int32, at: Place) -> None:
+def store_rows_window(A: Arguments, M: cutlass.Constexpr, window: Window, head: Int32, at: Place) -> None:
     """Back to where `ask_rows_window` took it from."""
     part_bytes = 2 * HEAD_DIM * window.channel_stride
     if at.tid * 16 < part_bytes:
         source = M.window.iterator.toint() + at.tid * 16
         target = window.page + Int64(head) * part_bytes + at.tid * 16
         for part in range_constexpr(3):
-            store_unit(source + part * part_bytes, target + Int64(part * A.heads) * part_bytes)
+            blocks.copy_out(source + part * part_bytes, target + Int64(part * A.heads) * part_bytes)
 
 
 @cute.jit
-def store_unit(shared: Int32, address: Int64) -> None:
-    """16 bytes from shared to global memory."""
-    words = cute.make_rmem_tensor(4, Uint32)
-    source = cute.make_ptr(Uint32, shared, SMEM, assumed_align=16)
-    target = cute.make_ptr(Uint32, address, GMEM, assumed_align=16)
-    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), words)
-    cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(4)))
-
-
-@cute.jit
-def taps_unit(A: Arguments, window: chunked.Window, row: Int32, first: Int32, head: Int32, at: Place) -> Int64:
+def taps_unit(A: Arguments, window: Window, row: Int32, first: Int32, head: Int32, at: Place) -> Int64:
     """Address of 16 bytes of a row [entry from `first`, part] of a window-major window."""
     entry, part = row // 3, row % 3
-    channel = (part * A.heads + head) * HEAD_DIM + at.tid % 16 * _UNIT
+    channel = (part * A.heads + head) * HEAD_DIM + at.tid % 16 * UNIT
     return window.page + (Int64(first + entry) * window.tap_stride + channel) * 2
 
 
 @cute.jit
-def ask_taps(A: Arguments, M: cutlass.Constexpr, window: chunked.Window, head: Int32, at: Place) -> None:
+def ask_taps(A: Arguments, M: cutlass.Constexpr, window: Window, head: Int32, at: Place) -> None:
     """The history of a window-major window, in front of the inputs."""
     row = at.tid // 16
-    if row < 3 * (CONV_WIDTH - 1):
+    if row < 3 * HISTORY:
         target = M.x.iterator.toint() + at.tid * 16
         blocks.copy_async(target, taps_unit(A, window, row, window.start, head, at), 16)
 
 
 @cute.jit
 def store_taps(
-    A: Arguments, M: cutlass.Constexpr, window: chunked.Window, head: Int32, at: Place, P: cutlass.Constexpr
+    A: Arguments, M: cutlass.Constexpr, window: Window, head: Int32, at: Place, P: cutlass.Constexpr
 ) -> None:
     """The two inputs before this step's, then these, as the first tokens + 2 entries."""
     rows, step = 3 * (P.tokens + 2), _THREADS // 16
@@ -786,7 +738,7 @@ def store_taps(
     for i in range_constexpr(ceil_div(rows, step)):
         row = at.tid // 16 + i * step
         if row < rows:
-            store_unit(source + i * (_THREADS * 16), taps_unit(A, window, row, Int32(0), head, at))
+            blocks.copy_out(source + i * (_THREADS * 16), taps_unit(A, window, row, Int32(0), head, at))
 
 
 @cute.jit
@@ -817,7 +769,7 @@ def ask_state(A: Arguments, F: cutlass.Constexpr, numbers: Int32, head: Int32, a
     slot = request_of(numbers, P).read
     for group in range_constexpr(P.groups):
         if slot > 0:
-            ask_piece(F, page_of(A, slot, head, P), Int32(group), at, P)
+            ask_piece(F, prologue.state_of(A, slot, head, P), Int32(group), at, P)
         arch.cp_async_commit_group()
 
 
@@ -828,7 +780,7 @@ def ask_piece(F: cutlass.Constexpr, page: Int64, group: Int32, at: Place, P: cut
     if const_expr(P.kind == "record"):
         chunked.copy_line(cells, page, group, at.warp, at.lane, policy, P.evict, P)
     else:
-        ask_rows(cells, page + row_piece(group, at, P), policy, P)
+        state_rows.ask_piece(cells, page + state_rows.first_cell(group, at.warp, at.lane, P), 0, policy, P)
 
 
 @cute.jit
@@ -852,7 +804,7 @@ def multiply(
     """
     sums = chunked.accumulators(P)
     slot = request_of(following, P).read
-    page = page_of(A, slot, after(A, item).head, P)
+    page = prologue.state_of(A, slot, after(A, item).head, P)
     for group in cutlass.range(P.groups, unroll=1):
         at = place()
         arch.cp_async_wait_group(P.groups)
@@ -878,10 +830,10 @@ def advance_decode(
 ) -> None:
     """The state by one token, back to its page; its pieces as in `multiply`."""
     token = take_token(F, Int32(0), at.lane, P)
-    factors = (*normalizers(token.q, token.k, A.scale, _LANES), beta)
+    factors = (*blocks.normalizers(token.q, token.k, A.scale, LANES), beta)
     slot = request_of(following, P).read
-    page = page_of(A, slot, after(A, item).head, P)
-    target = page_of(A, numbers, item.head, P)
+    page = prologue.state_of(A, slot, after(A, item).head, P)
+    target = prologue.state_of(A, numbers, item.head, P)
     for group in cutlass.range(P.groups, unroll=1):
         arch.cp_async_wait_group(P.groups)
         S = take_rows(cells_of(F, group, at, P), P)
@@ -890,7 +842,7 @@ def advance_decode(
         arch.cp_async_commit_group()
         advance(S, token, factors, F, Int32(0), group, at, P)
         if numbers > 0:
-            store_rows(S, target + row_piece(group, at, P), P)
+            store_rows(S, target + state_rows.first_cell(group, at.warp, at.lane, P), P)
 
 
 @cute.jit
@@ -906,7 +858,7 @@ def advance_window(
     """The state by all tokens; after each it goes to the token's slot. Its pieces as in `multiply`."""
     live = request_of(numbers, P).read > 0
     slot = request_of(following, P).read
-    page = page_of(A, slot, after(A, item).head, P)
+    page = prologue.state_of(A, slot, after(A, item).head, P)
     for group in cutlass.range(P.groups, unroll=1):
         at = place()
         arch.cp_async_wait_group(P.groups)
@@ -922,65 +874,29 @@ def advance_window(
             advance(S, token, of_token, F, t, group, at, P)
             own = arch.shuffle_sync(numbers, t)
             if live and own > 0:
-                store_rows(S, page_of(A, own, item.head, P) + row_piece(group, at, P), P)
-
-
-@cute.jit
-def row_piece(group: Int32, at: Place, P: cutlass.Constexpr) -> Int32:
-    """Byte of a state where this thread's first cell of a piece lies: a half-warp holds a row, a warp 16 rows."""
-    row = 16 * at.warp + 2 * _PIECE_ROWS * group + at.lane // _LANES
-    return row * (HEAD_DIM * P.item_bytes) + at.lane % _LANES * 16
-
-
-@cute.jit
-def ask_rows(cells: Int32, source: Int64, policy: Int64, P: cutlass.Constexpr) -> None:
-    """This thread's cells of a piece, of every other row from its first one on."""
-    count = P.item_bytes // 2  # cells of a row
-    for j in range_constexpr(_PIECE_ROWS):
-        for c in range_constexpr(count):
-            cell = cells + (j * count + c) * (_THREADS * 16)
-            address = source + (2 * j * HEAD_DIM * P.item_bytes + c * (16 * _LANES))
-            if const_expr(P.evict):
-                blocks.copy_async_hinted(cell, address, 16, policy)
-            else:
-                blocks.copy_async(cell, address, 16)
+                item_state = prologue.state_of(A, own, item.head, P)
+                store_rows(S, item_state + state_rows.first_cell(group, at.warp, at.lane, P), P)
 
 
 @cute.jit
 def take_rows(cells: Int32, P: cutlass.Constexpr) -> cute.Tensor:
     """A piece from its cells to registers, [columns, rows]."""
-    count, width = P.item_bytes // 2, 16 // P.item_bytes
-    S = cute.make_rmem_tensor((_COLUMNS, _PIECE_ROWS), Float32)
-    for j in range_constexpr(_PIECE_ROWS):
-        for c in range_constexpr(count):
-            cell = cells + (j * count + c) * (_THREADS * 16)
-            raw = cute.make_rmem_tensor(width, P.dtype)
-            source = cute.make_ptr(P.dtype, cell, SMEM, assumed_align=16)
-            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(width)), raw)
-            for e in range_constexpr(width):
-                S[c * width + e, j] = raw[e].to(Float32)
+    S = cute.make_rmem_tensor((COLUMNS, PIECE_ROWS), Float32)
+    for j in range_constexpr(PIECE_ROWS):
+        raw = state_rows.take_row(cells, j, P)
+        for i in range_constexpr(COLUMNS):
+            S[i, j] = raw[i].to(Float32)
     return S
 
 
 @cute.jit
 def store_rows(S: cute.Tensor, target: Int64, P: cutlass.Constexpr) -> None:
     """A piece to its place in a page."""
-    count, width = P.item_bytes // 2, 16 // P.item_bytes
-    mode = cute.nvgpu.StoreCacheMode.NONE
-    if const_expr(P.hints):
-        mode = cute.nvgpu.StoreCacheMode.STREAMING
-    atom = cute.make_copy_atom(cute.nvgpu.CopyR2GOp(), P.dtype, num_bits_per_copy=128, store_cache_mode=mode)
-    for j in range_constexpr(_PIECE_ROWS):
-        address = target + 2 * j * HEAD_DIM * P.item_bytes
-        row = cute.make_tensor(
-            cute.make_ptr(P.dtype, address, GMEM, assumed_align=16),
-            cute.make_layout((width, count), stride=(1, _LANES * width)),
-        )
-        for c in range_constexpr(count):
-            raw = cute.make_rmem_tensor(width, P.dtype)
-            for e in range_constexpr(width):
-                raw[e] = S[c * width + e, j].to(P.dtype)
-            cute.copy(atom, raw, row[None, c])
+    for j in range_constexpr(PIECE_ROWS):
+        raw = cute.make_rmem_tensor(COLUMNS, P.dtype)
+        for i in range_constexpr(COLUMNS):
+            raw[i] = S[i, j].to(P.dtype)
+        state_rows.store_row(raw, target + 2 * j * HEAD_DIM * P.item_bytes, P)
 
 
 @cute.jit
@@ -1023,19 +939,17 @@ def take_token(F: cutlass.Constexpr, t: Int32, lane: Int32, P: cutlass.Constexpr
     words = cute.make_tensor(
         cute.recast_ptr(F.qkv.iterator, dtype=Uint32),
         cute.make_layout(
-            (2, _LANES, 2, 3, P.tokens),
+            (2, LANES, 2, 3, P.tokens),
             stride=(1, 2 if fp32 else 4, 32 if fp32 else 2, HEAD_DIM // 2, chunked.QKV_PITCH // 2),
         ),
     )
     decays = cute.make_tensor(
         F.gamma.iterator,
-        cute.make_layout(
-            (4, _LANES, 2, P.tokens), stride=(1, 4 if fp32 else 8, 64 if fp32 else 4, chunked.GAMMA_PITCH)
-        ),
+        cute.make_layout((4, LANES, 2, P.tokens), stride=(1, 4 if fp32 else 8, 64 if fp32 else 4, chunked.GAMMA_PITCH)),
     )
-    column = lane % _LANES
-    q = cute.make_rmem_tensor(_COLUMNS, Float32)
-    k = cute.make_rmem_tensor(_COLUMNS, Float32)
+    column = lane % LANES
+    q = cute.make_rmem_tensor(COLUMNS, Float32)
+    k = cute.make_rmem_tensor(COLUMNS, Float32)
     d = cute.make_rmem_tensor((4, 2), Float32)
     for c in range_constexpr(2):
         for part in range_constexpr(2):
@@ -1046,22 +960,7 @@ def take_token(F: cutlass.Constexpr, t: Int32, lane: Int32, P: cutlass.Constexpr
                 x[4 * c + 2 * i] = blocks.low_half(pair[i])
                 x[4 * c + 2 * i + 1] = blocks.high_half(pair[i])
         cute.autovec_copy(decays[None, column, c, t], d[None, c])
-    return Token(q, k, cute.make_tensor(d.iterator, cute.make_layout(_COLUMNS)))
-
-
-@cute.jit
-def normalizers(
-    q: cute.Tensor, k: cute.Tensor, scale: Float32, lanes: cutlass.Constexpr
-) -> tuple[Float32, Float32, Float32]:
-    """rk, rq and (k.q) rk rq of a token whose q and k are spread over `lanes` lanes."""
-    kk, qq, kq = Float32(0), Float32(0), Float32(0)
-    for i in range_constexpr(cute.size(q)):
-        kk += k[i] * k[i]
-        qq += q[i] * q[i]
-        kq += k[i] * q[i]
-    rk = blocks.rsqrt(blocks.lane_sum(kk, 1, lanes) + Float32(_KEY_EPS))
-    rq = scale * blocks.rsqrt(blocks.lane_sum(qq, 1, lanes) + Float32(_KEY_EPS))
-    return rk, rq, blocks.lane_sum(kq, 1, lanes) * rk * rq
+    return Token(q, k, cute.make_tensor(d.iterator, cute.make_layout(COLUMNS)))
 
 
 @cute.jit
@@ -1089,7 +988,7 @@ def token_factors(
             for i in range_constexpr(2):
                 x[2 * i] = blocks.low_half(pair[i])
                 x[2 * i + 1] = blocks.high_half(pair[i])
-        rk, rq, kq = normalizers(q, k, scale, 32)
+        rk, rq, kq = blocks.normalizers(q, k, scale, 32)
         beta = blocks.sigmoid(M.beta[head % 2, warp].to(Float32))
         if lane == 0:
             factors = cute.make_rmem_tensor(4, Float32)
@@ -1110,31 +1009,30 @@ def advance(
 ) -> None:
     """A piece by one token, in place; its rows of o to shared memory."""
     warp, lane = at.warp, at.lane
-    rows = _PIECE_ROWS
+    rows = PIECE_ROWS
     rk, rq, kq, beta = factors
-    copies = _LANES // (2 * rows)  # lanes that get the same sum
+    copies = LANES // (2 * rows)  # lanes that get the same sum
     sums = cute.make_rmem_tensor(2 * rows, Float32)  # S k of all rows, then S q
     for j in range_constexpr(rows):
         w, y = Float32(0), Float32(0)
-        for i in range_constexpr(_COLUMNS):
+        for i in range_constexpr(COLUMNS):
             S[i, j] = S[i, j] * token.d[i]
             w += S[i, j] * token.k[i]
             y += S[i, j] * token.q[i]
         sums[j] = w
         sums[rows + j] = y
-    total = blocks.row_sums(sums, 2 * rows, _LANES, lane)
-    row = 16 * warp + 2 * (rows * group + lane % (_LANES // 2) // copies) + lane // _LANES
+    total = blocks.row_sums(sums, 2 * rows, LANES, lane)
+    row = 16 * warp + 2 * (rows * group + lane % (LANES // 2) // copies) + lane // LANES
     v = cute.make_tensor(
         F.qkv.iterator, cute.make_layout((HEAD_DIM, 3, P.tokens), stride=(1, HEAD_DIM, chunked.QKV_PITCH))
     )
     u = beta * (v[row, 2, t].to(Float32) - rk * total)
-    o = rq * total + kq * arch.shuffle_sync_bfly(u, offset=_LANES // 2)
-    if lane % _LANES >= _LANES // 2 and lane % copies == 0:
+    o = rq * total + kq * arch.shuffle_sync_bfly(u, offset=LANES // 2)
+    if lane % LANES >= LANES // 2 and lane % copies == 0:
         F.o[row, t] = o.to(BFloat16)
-    half = (32 - _LANES) << 8 | 31
     for j in range_constexpr(rows):
-        u_row = rk * arch.shuffle_sync(u, copies * j, mask_and_clamp=half)
-        for i in range_constexpr(_COLUMNS):
+        u_row = rk * arch.shuffle_sync(u, copies * j, mask_and_clamp=HALF_WARP)
+        for i in range_constexpr(COLUMNS):
             S[i, j] += u_row * token.k[i]
 
 
@@ -1177,5 +1075,4 @@ def normalize(
                 y = Float32(0)
             result[e] = y.to(BFloat16)
         address = results_of(A, item, P) + (Int64(token * A.heads) * HEAD_DIM + 4 * lane) * 2
-        target = cute.make_ptr(BFloat16, address, GMEM, assumed_align=8)
-        cute.autovec_copy(result, cute.make_tensor(target, cute.make_layout(4)))
+        prologue.store_quad(result, address)

@@ -26,42 +26,41 @@ Source: docs/operation.md, "The mathematics, per item" and "The same, chunked".
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from kda_kernels import arguments, blocks, chunked, cubin
+from kda_kernels import arguments, blocks, chunked, conv_window, cubin, prologue, state_rows, wide_prologue
 from kda_kernels.arguments import Arguments
+from kda_kernels.conv_window import HISTORY, Window
 from kda_kernels.gpu import Gpu
 from kda_kernels.operands import StepOperands
-from kdabench.problem import CONV_WIDTH, HEAD_DIM, Problem, ceil_div
+from kda_kernels.prologue import ALIGNMENT, Operands, Place, Record
+from kda_kernels.state_rows import COLUMNS, HALF_WARP, LANES, PIECE_ROWS
+from kdabench.problem import CONV_WIDTH, HEAD_DIM, Problem
 
 KERNELS = ("kda_wide",)
-SOURCES = ("wide.py", "chunked.py", "arguments.py", "blocks.py", "cubin.py")
+SOURCES = (
+    "wide.py",
+    "wide_prologue.py",
+    "state_rows.py",
+    "chunked.py",
+    "prologue.py",
+    "conv_window.py",
+    "arguments.py",
+    "blocks.py",
+    "cubin.py",
+)
 
-_UNIT = 8  # bf16 elements of a 16-byte copy
 _THREADS = 32 * chunked.WARPS
-_SOLVER = chunked.WARPS - 1
-"""The warp that solves: one of those that convolve nothing."""
-_CONVOLVING_WARPS = 3 * HEAD_DIM // 2 // 32
-"""A thread of these convolves two channels."""
-_LANES = 16
-"""Lanes that share a row of a decode or spec step."""
-_COLUMNS = HEAD_DIM // _LANES
 _GROUPS = 4
 """Pieces in which the rows of a decode or spec step arrive."""
 _PASSES = 2
 """A spec step's rows in turn: a thread keeps a pass's, of eight columns each, in registers."""
 _PASS_ROWS = HEAD_DIM // 16 // _PASSES
-_HISTORY = CONV_WIDTH - 1
-_KEY_EPS = 1e-6
-_ALIGNMENT = 128
-"""Of what cp.async fills by 16 bytes: elsewhere it reads sectors twice and takes up to five times as long to write."""
-_SM_SMEM = 233_472
-_RESERVED_SMEM = 1_024
 
 arch = cute.arch
 GMEM = cutlass.AddressSpace.gmem
@@ -118,7 +117,7 @@ class Plan(chunked.Shape):
 
     @property
     def areas(self) -> dict[str, int]:
-        """Bytes of the pieces of shared memory, in order. Those that 16-byte copies fill come first."""
+        """Bytes of shared memory by use."""
         row = 2 * HEAD_DIM
         inputs = 3 * row * (self.history + self.tokens)
         sizes = {
@@ -133,10 +132,11 @@ class Plan(chunked.Shape):
             "beta": 4 * self.tokens,
         }
         if self.kind == "decode":
-            return sizes | {"vectors": 16 * HEAD_DIM, "sums": 4 * chunked.WARPS}
+            return prologue.aligned(sizes | {"vectors": 16 * HEAD_DIM, "sums": 4 * chunked.WARPS})
         if self.kind == "spec":
-            return sizes | {"gamma": self.gamma_bytes, "qkv": self.qkv_bytes, "factors": 16 * self.tokens}
-        return sizes | {
+            sizes |= {"gamma": self.gamma_bytes, "qkv": self.qkv_bytes, "factors": 16 * self.tokens}
+            return prologue.aligned(sizes)
+        sizes |= {
             "inputs": max(sizes["inputs"], self.fragment_bytes),
             "gamma": max(self.gamma_bytes, self.partial_bytes),
             "qkv": self.qkv_bytes,
@@ -145,18 +145,15 @@ class Plan(chunked.Shape):
             "solution": 128 * self.solution_words,
             "sums": 4 * self.slots * chunked.WARPS,
         }
+        return prologue.aligned(sizes)
 
     @property
     def smem_bytes(self) -> int:
-        return sum(self.area_bytes(name) for name in self.areas)
-
-    def area_bytes(self, name: str) -> int:
-        """With what aligns the next piece."""
-        return ceil_div(self.areas[name], _ALIGNMENT) * _ALIGNMENT
+        return sum(self.areas.values())
 
     @property
     def fits(self) -> bool:
-        return self.ctas * (self.smem_bytes + _RESERVED_SMEM) <= _SM_SMEM
+        return self.ctas * (self.smem_bytes + prologue.RESERVED_SMEM) <= prologue.SM_SMEM
 
 
 @dataclass(frozen=True)
@@ -171,10 +168,7 @@ class Compiled:
 
 
 def plan(problem: Problem, spec: Spec) -> Plan:
-    layout: Literal["rows", "taps", "any"] = "any"
-    if spec.streamable:
-        layout = "rows" if problem.conv_layout == "dim-first" else "taps"
-    window = spec.window if spec.window is not None else problem.window
+    layout, window = arguments.window_rules(problem, spec.streamable, spec.window)
 
     def with_room(staged: int, ctas: int) -> Plan:
         return Plan(
@@ -182,7 +176,7 @@ def plan(problem: Problem, spec: Spec) -> Plan:
             state_dtype=problem.state_dtype,
             threads=_THREADS,
             layout=layout,
-            window=window if layout == "rows" else 0,
+            window=window,
             streamable=spec.streamable,
             weight_dtype=spec.conv_weight_dtype,
             terms=2 if problem.state_dtype == "fp32" or problem.kind != "record" else spec.terms,
@@ -234,7 +228,13 @@ def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
         raise ValueError(f"KdaWide: {reason}")
     p = plan(problem, spec)
     binary = cubin.build(
-        _HOSTS[p.kind], lambda: _arguments(p), arch=gpu.arch, threads=p.threads, cluster=1, sources=SOURCES, choices=p
+        _HOSTS[p.kind],
+        lambda: (arguments.placeholder(), p),
+        arch=gpu.arch,
+        threads=p.threads,
+        cluster=1,
+        sources=SOURCES,
+        choices=p,
     )
     return Compiled(binary, p, spec.pdl)
 
@@ -249,10 +249,6 @@ def launch(compiled: Compiled, operands: StepOperands, stream: int) -> None:
             raise ValueError(f"lower_bound={o.lower_bound} is too low for {p.tokens} tokens in form=chunked")
     grid = (o.A_log.shape[0], o.slots.shape[0], 1)
     cubin.launcher(compiled.binary).launch(grid, arguments.values(o), stream, compiled.pdl)
-
-
-def _arguments(p: Plan) -> tuple[Any, ...]:
-    return arguments.placeholder(), p
 
 
 @cute.jit
@@ -280,20 +276,13 @@ _HOSTS = {"decode": _host_decode, "spec": _host_spec, "record": _host_record}
 
 
 @dataclass(frozen=True)
-class Shared:
+class Shared(Operands):
     """A CTA's shared memory."""
 
     state: Any  # decode, spec: cells of 16 bytes, [cell][thread]; record: `chunked.copy_line`
-    x: Any  # [history + tokens, 3, 128] bf16
-    f_a: Any  # [tokens, 128] bf16, units swizzled by token
     fragments: Any  # record: `chunked.Shape.fragment_layout`, in the place of x and f_a
     o: Any  # spec: [tokens, 128] bf16, there too
-    window: Any  # rows: [3, 128, entries] bf16; else the first entries of x
-    dt_bias: Any  # [128]
     norm_weight: Any  # [128]
-    out_gate: Any  # [tokens, 128] bf16
-    A_log: Any  # [1]
-    beta: Any  # [tokens, 2] bf16, of an even head and its neighbour
     vectors: Any  # decode: [4, 128] q, k, decay, v
     gamma: Any  # [tokens, GAMMA_PITCH]; spec: the decays of each token
     partials: Any  # record: A and B, a part per step, in the place of gamma
@@ -305,32 +294,14 @@ class Shared:
     sums: Any  # [slots, warps] sums of squares of o; decode: [warps]
 
 
-class Place(NamedTuple):
-    """Where a thread works: item, and its first element in a head-major vector [D]."""
-
-    tid: Int32
-    warp: Int32
-    lane: Int32
-    head: Int32
-    channel: Int32
-    D: Int32
-
-
 def allocate(P: Plan) -> Shared:
     smem = SmemAllocator()
-    at = {
-        name: smem.allocate_tensor(
-            Uint8, cute.make_layout(P.area_bytes(name)), byte_alignment=_ALIGNMENT
-        ).iterator.toint()
-        for name in P.areas
-    }
-
-    def view(dtype: Any, name: str, layout: Any, skip: int = 0) -> Any:
-        if name not in at:
-            return None
-        pointer = cute.make_ptr(dtype, at[name] + skip, SMEM, assumed_align=16)
-        return cute.make_tensor(pointer, cute.make_layout(layout))
-
+    # An allocation for each: with one for all, the compiler allots registers otherwise.
+    starts = {}
+    for name, size in P.areas.items():
+        area = smem.allocate_tensor(Uint8, cute.make_layout(size), byte_alignment=ALIGNMENT)
+        starts[name] = (area.iterator.toint(), 0)
+    view = prologue.viewer(starts)
     entries = P.history + P.tokens
     x = view(BFloat16, "inputs", (HEAD_DIM, 3, entries))
     return Shared(
@@ -357,16 +328,9 @@ def allocate(P: Plan) -> Shared:
     )
 
 
-@cute.jit
-def place(A: Arguments) -> Place:
-    tid, _, _ = arch.thread_idx()
-    head, _, _ = arch.block_idx()
-    return Place(tid, arch.make_warp_uniform(tid // 32), tid % 32, head, head * HEAD_DIM, A.heads * HEAD_DIM)
-
-
 @cute.kernel
 def kda_wide_record(A: Arguments, P: cutlass.Constexpr) -> None:
-    at = place(A)
+    at = wide_prologue.place(A)
     _, request, _ = arch.block_idx()
     warp, lane = at.warp, at.lane
 
@@ -375,22 +339,22 @@ def kda_wide_record(A: Arguments, P: cutlass.Constexpr) -> None:
     row = blocks.at(Int32, A.record_rows, request)
 
     M = allocate(P)
-    load_vectors(A, M, at, P)
+    wide_prologue.load_vectors(A, M, at, P)
     arch.griddepcontrol_wait()
     arch.griddepcontrol_launch_dependents()
-    load_projection(A, M, request, at, P)
+    wide_prologue.load_projection(A, M, request, at, P)
     results = A.out + (Int64(request * P.tokens) * at.D + at.channel) * 2
     if page > 0:
-        window = window_of(A, page, Int32(0))
-        load_window(M, window, at, P)
+        window = conv_window.window_of(A, page, Int32(0))
+        conv_window.load_all(M, window, at, P)
         arch.cp_async_commit_group()
         # So that nothing later waits for the weights on its behalf.
         row = blocks.pinned(row)
         gate_weights = cute.make_rmem_tensor((2, 2, chunked.STEPS), Uint32)
         taps = cute.make_rmem_tensor((2, CONV_WIDTH), P.conv_dtype)
         bias = cute.make_rmem_tensor(2, P.conv_dtype)
-        load_weights(A, gate_weights, taps, bias, at, P)
-        item = state_of(A, page, at, P)
+        wide_prologue.load_weights(A, gate_weights, taps, bias, at, P)
+        item = prologue.state_of(A, page, at.head, P)
         cells = M.state.iterator.toint() + at.tid * 16
         policy = blocks.evict_first() if const_expr(P.evict) else Int64(0)
         for line in range_constexpr(P.staged):
@@ -400,24 +364,24 @@ def kda_wide_record(A: Arguments, P: cutlass.Constexpr) -> None:
         arch.cp_async_wait_group(P.staged)
         arch.sync_threads()
 
-        record = record_of(A, row, at)
+        record = prologue.record_of(A, row, at.head)
         raw = chunked.raw_gates(gate_weights, M.f_a, lane, P.chains, P)
         exp_A = blocks.exp(M.A_log[0])
         chunked.store_gammas(raw, M.gamma, M.dt_bias, exp_A, A.lower_bound, record, warp, lane, P)
-        if warp < _CONVOLVING_WARPS:
+        if warp < chunked.CONVOLVING_WARPS:
             chunked.convolve_with(taps, bias, M, M.qkv, window, record, at.tid, P)
         if const_expr(P.layout != "rows"):
-            store_window(M, window, at, P)
+            conv_window.store_all(M, window, at, P)
         arch.sync_threads()
 
         chunked.build_fragments(M.fragments, M.qkv, M.gamma, A.scale, warp, chunked.WARPS, lane, P)
         if const_expr(P.layout == "rows"):
-            store_window(M, window, at, P)
+            conv_window.store_all(M, window, at, P)
         arch.sync_threads()
 
         chunked.token_products(M.fragments, M.partials, warp, lane, P)
         arch.sync_threads()
-        if warp == _SOLVER:
+        if warp == chunked.SOLVER:
             beta = blocks.sigmoid(M.beta[at.head % 2, min(lane % P.slots, P.tokens - 1)].to(Float32))
             chunked.solve(M.partials, M.pairs, M.matrix, M.solution, beta, lane, P)
 
@@ -448,12 +412,12 @@ def kda_wide_record(A: Arguments, P: cutlass.Constexpr) -> None:
     else:
         arch.cp_async_commit_group()
         arch.cp_async_wait_group(0)
-        store_zeros(results, at, P)
+        prologue.store_zeros(results, at, P)
 
 
 @cute.kernel
 def kda_wide_decode(A: Arguments, P: cutlass.Constexpr) -> None:
-    at = place(A)
+    at = wide_prologue.place(A)
     _, request, _ = arch.block_idx()
     warp, lane = at.warp, at.lane
 
@@ -461,20 +425,20 @@ def kda_wide_decode(A: Arguments, P: cutlass.Constexpr) -> None:
     page = blocks.at(Int32, A.slots + Int64(request) * A.slots_stride * 4, Int32(0))
 
     M = allocate(P)
-    load_vectors(A, M, at, P)
+    wide_prologue.load_vectors(A, M, at, P)
     arch.griddepcontrol_wait()
     arch.griddepcontrol_launch_dependents()
-    load_projection(A, M, request, at, P)
+    wide_prologue.load_projection(A, M, request, at, P)
     results = A.out + (Int64(request) * at.D + at.channel) * 2
     if page > 0:
-        window = window_of(A, page, Int32(0))
-        load_window(M, window, at, P)
+        window = conv_window.window_of(A, page, Int32(0))
+        conv_window.load_all(M, window, at, P)
         arch.cp_async_commit_group()
         gate_weights = cute.make_rmem_tensor((2, 2, chunked.STEPS), Uint32)
         taps = cute.make_rmem_tensor((2, CONV_WIDTH), P.conv_dtype)
         bias = cute.make_rmem_tensor(2, P.conv_dtype)
-        load_weights(A, gate_weights, taps, bias, at, P)
-        item = state_of(A, page, at, P) + _row_piece(warp, lane, P)
+        wide_prologue.load_weights(A, gate_weights, taps, bias, at, P)
+        item = prologue.state_of(A, page, at.head, P) + state_rows.first_cell(Int32(0), warp, lane, P)
         cells = M.state.iterator.toint() + at.tid * 16
         stage_state(cells, item, P)
         arch.cp_async_wait_group(_GROUPS)
@@ -482,26 +446,26 @@ def kda_wide_decode(A: Arguments, P: cutlass.Constexpr) -> None:
 
         raw = chunked.raw_gates(gate_weights, M.f_a, lane, P.chains, P)
         store_decay(raw, M, A.lower_bound, at, P)
-        if warp < _CONVOLVING_WARPS:
+        if warp < chunked.CONVOLVING_WARPS:
             convolve_token(M, taps, bias, window, at, P)
         if const_expr(P.layout != "rows"):
-            store_window(M, window, at, P)
+            conv_window.store_all(M, window, at, P)
         arch.sync_threads()
 
         # This lane's columns, in the order of its cells of a row.
         k = take_vector(M, 1, lane, P)
         q = take_vector(M, 0, lane, P)
         d = take_vector(M, 2, lane, P)
-        rk, rq, kq = normalizers(q, k, A.scale, _LANES)
-        dk = cute.make_rmem_tensor(_COLUMNS, Float32)
-        dq = cute.make_rmem_tensor(_COLUMNS, Float32)
-        for i in range_constexpr(_COLUMNS):
+        rk, rq, kq = blocks.normalizers(q, k, A.scale, LANES)
+        dk = cute.make_rmem_tensor(COLUMNS, Float32)
+        dq = cute.make_rmem_tensor(COLUMNS, Float32)
+        for i in range_constexpr(COLUMNS):
             k[i] = k[i] * rk
             dk[i] = k[i] * d[i]
             dq[i] = q[i] * rq * d[i]
         beta = blocks.sigmoid(M.beta[at.head % 2, 0].to(Float32))
         if const_expr(P.layout == "rows"):
-            store_window(M, window, at, P)
+            conv_window.store_all(M, window, at, P)
 
         # Lanes 8.. of a half-warp get o of rows 4 group + 2 (lane / 4 % 2) + half.
         o = cute.make_rmem_tensor(_GROUPS, Float32)
@@ -521,12 +485,12 @@ def kda_wide_decode(A: Arguments, P: cutlass.Constexpr) -> None:
     else:
         arch.cp_async_commit_group()
         arch.cp_async_wait_group(0)
-        store_zeros(results, at, P)
+        prologue.store_zeros(results, at, P)
 
 
 @cute.kernel
 def kda_wide_spec(A: Arguments, P: cutlass.Constexpr) -> None:
-    at = place(A)
+    at = wide_prologue.place(A)
     _, request, _ = arch.block_idx()
     warp, lane = at.warp, at.lane
 
@@ -536,36 +500,36 @@ def kda_wide_spec(A: Arguments, P: cutlass.Constexpr) -> None:
     page, read = arch.shuffle_sync(slots, 0), arch.shuffle_sync(slots, start)
 
     M = allocate(P)
-    load_vectors(A, M, at, P)
+    wide_prologue.load_vectors(A, M, at, P)
     arch.griddepcontrol_wait()
     arch.griddepcontrol_launch_dependents()
-    load_projection(A, M, request, at, P)
+    wide_prologue.load_projection(A, M, request, at, P)
     results = A.out + (Int64(request * P.tokens) * at.D + at.channel) * 2
     if page > 0 and read > 0:
-        window = window_of(A, page, start)
-        load_window(M, window, at, P)
+        window = conv_window.window_of(A, page, start)
+        conv_window.load_all(M, window, at, P)
         arch.cp_async_commit_group()
         gate_weights = cute.make_rmem_tensor((2, 2, chunked.STEPS), Uint32)
         taps = cute.make_rmem_tensor((2, CONV_WIDTH), P.conv_dtype)
         bias = cute.make_rmem_tensor(2, P.conv_dtype)
-        load_weights(A, gate_weights, taps, bias, at, P)
+        wide_prologue.load_weights(A, gate_weights, taps, bias, at, P)
         cells = M.state.iterator.toint() + at.tid * 16
-        stage_state(cells, state_of(A, read, at, P) + _row_piece(warp, lane, P), P)
+        stage_state(cells, prologue.state_of(A, read, at.head, P) + state_rows.first_cell(Int32(0), warp, lane, P), P)
         arch.cp_async_wait_group(_GROUPS)
         arch.sync_threads()
 
         raw = chunked.raw_gates(gate_weights, M.f_a, lane, P.chains, P)
         store_decays(raw, M, A.lower_bound, at, P)
-        if warp < _CONVOLVING_WARPS:
-            none = chunked.Record(Int32(-1), Int64(0), Int64(0))
+        if warp < chunked.CONVOLVING_WARPS:
+            none = Record(Int32(-1), Int64(0), Int64(0))
             chunked.convolve_with(taps, bias, M, M.qkv, window, none, at.tid, P)
         if const_expr(P.layout != "rows"):
-            store_window(M, window, at, P)
+            conv_window.store_all(M, window, at, P)
         arch.sync_threads()
 
         store_factors(M, A.scale, at, P)
         if const_expr(P.layout == "rows"):
-            store_window(M, window, at, P)
+            conv_window.store_all(M, window, at, P)
         arch.sync_threads()
 
         for part in range_constexpr(_PASSES):
@@ -576,222 +540,7 @@ def kda_wide_spec(A: Arguments, P: cutlass.Constexpr) -> None:
     else:
         arch.cp_async_commit_group()
         arch.cp_async_wait_group(0)
-        store_zeros(results, at, P)
-
-
-@cute.jit
-def window_of(A: Arguments, page: Int32, start: Int32) -> chunked.Window:
-    address = A.conv_state + Int64(page) * A.conv_stride * 2
-    return chunked.Window(address, A.channel_stride, A.tap_stride, start)
-
-
-@cute.jit
-def state_of(A: Arguments, page: Int32, at: Place, P: cutlass.Constexpr) -> Int64:
-    """Address of the item's state in a page."""
-    return A.state + (Int64(page) * A.state_stride + Int64(at.head) * (HEAD_DIM * HEAD_DIM)) * P.item_bytes
-
-
-@cute.jit
-def record_of(A: Arguments, row: Int32, at: Place) -> chunked.Record:
-    first = Int64(at.head * A.record_tokens) * HEAD_DIM
-    return chunked.Record(
-        row,
-        A.key_gates + (Int64(row) * A.key_gates_stride + first * 2) * 2,
-        A.corrections + (Int64(row) * A.corrections_stride + first) * 4,
-    )
-
-
-@cute.jit
-def load_vectors(A: Arguments, M: cutlass.Constexpr, at: Place, P: cutlass.Constexpr) -> None:
-    """The head's vectors of FP32, by cp.async."""
-    quads = HEAD_DIM // 4
-    if at.tid < quads:
-        blocks.copy_async(M.dt_bias.iterator.toint() + at.tid * 16, A.dt_bias + Int64(at.channel + 4 * at.tid) * 4, 16)
-    if at.tid >= P.threads - quads:
-        unit = at.tid - (P.threads - quads)
-        blocks.copy_async(M.norm_weight.iterator.toint() + unit * 16, A.norm_weight + Int64(unit) * 16, 16)
-    if at.tid == quads:
-        blocks.copy_async(M.A_log.iterator.toint(), A.A_log + Int64(at.head) * 4, 4)
-
-
-@cute.jit
-def load_projection(A: Arguments, M: cutlass.Constexpr, request: Int32, at: Place, P: cutlass.Constexpr) -> None:
-    """The item's rows of q, k, v, output gate and f_a of all tokens; beta. A half-warp takes every third row of one."""
-    lanes, parts, step = HEAD_DIM // _UNIT, 5, 3
-    token_bytes = 2 * HEAD_DIM
-    row_bytes = A.pitch * 2
-    projected = A.projected + Int64(request * P.tokens) * row_bytes
-    part, first, u = at.tid // lanes % parts, at.tid // lanes // parts, at.tid % lanes
-    if first < step:
-        column = part * at.D + at.channel + u * _UNIT
-        target = M.x.iterator.toint() + (P.history * 3 + part) * token_bytes
-        distance, swizzle = Int32(3 * token_bytes), Int32(0)
-        if part == 3:
-            target, distance = M.out_gate.iterator.toint(), Int32(token_bytes)
-        if part == 4:
-            target, distance, swizzle = M.f_a.iterator.toint(), Int32(token_bytes), Int32(7)
-            column = column - at.channel
-        source = projected + first * row_bytes + Int64(column) * 2
-        for i in range_constexpr(ceil_div(P.tokens, step)):
-            token = first + i * step
-            if token < P.tokens:
-                cell = target + token * distance + (u ^ (token & swizzle)) * 16
-                if const_expr(P.streamable):
-                    blocks.copy_async(cell, source + i * (step * row_bytes), 16)
-                else:
-                    _copy_elements(cell, source + i * (step * row_bytes))
-    t = P.threads - 1 - at.tid
-    if t < P.tokens:
-        beta = projected + t * row_bytes + (Int64(4 * at.D + HEAD_DIM) * 2)
-        if const_expr(P.streamable):
-            # A word: the other half is beta of the neighbouring head, or padding of the row.
-            blocks.copy_async(M.beta.iterator.toint() + t * 4, beta + Int64(at.head // 2) * 4, 4)
-        else:
-            M.beta[at.head % 2, t] = blocks.at(BFloat16, beta, at.head)
-
-
-@cute.jit
-def _copy_elements(target: Int32, source: Int64) -> None:
-    """16 bytes to shared memory from any even address."""
-    values = cute.make_rmem_tensor(_UNIT, BFloat16)
-    for e in range_constexpr(_UNIT):
-        values[e] = blocks.at(BFloat16, source, Int32(e))
-    cell = cute.make_ptr(BFloat16, target, SMEM, assumed_align=16)
-    cute.autovec_copy(values, cute.make_tensor(cell, cute.make_layout(_UNIT)))
-
-
-@cute.jit
-def load_window(M: cutlass.Constexpr, window: chunked.Window, at: Place, P: cutlass.Constexpr) -> None:
-    """rows: all entries, `[3, 128, W]`; else entries start .. start+2, `[3 entries, 3, 128]`."""
-    if const_expr(P.layout == "rows"):
-        units = HEAD_DIM // _UNIT * window.channel_stride  # of one of q, k, v
-        base = M.window.iterator.toint()
-        for i in range_constexpr(ceil_div(3 * HEAD_DIM // _UNIT * P.window, P.threads)):
-            unit = at.tid + i * P.threads
-            if unit < 3 * units:
-                blocks.copy_async(base + unit * 16, _rows_unit(window, unit, units, at), 16)
-    elif const_expr(P.layout == "taps"):
-        base = M.window.iterator.toint()
-        total = _HISTORY * 3 * HEAD_DIM // _UNIT
-        for i in range_constexpr(ceil_div(total, P.threads)):
-            unit = at.tid + i * P.threads
-            if unit < total:
-                blocks.copy_async(base + unit * 16, _element(window, unit * _UNIT, window.start, at), 16)
-    else:
-        total = _HISTORY * 3 * HEAD_DIM
-        flat = cute.make_tensor(M.window.iterator, cute.make_layout(total))
-        for i in range_constexpr(ceil_div(total, P.threads)):
-            index = at.tid + i * P.threads
-            if index < total:
-                flat[index] = blocks.at(BFloat16, _element(window, index, window.start, at), Int32(0))
-
-
-@cute.jit
-def _rows_unit(window: chunked.Window, unit: Int32, units: Int32, at: Place) -> Int64:
-    """Address of a unit of this item in a dim-first window."""
-    part = Int32(0)
-    if unit >= units:
-        part = Int32(1)
-    if unit >= 2 * units:
-        part = Int32(2)
-    row_bytes = window.channel_stride * 2
-    return window.page + Int64(part * at.D + at.channel) * row_bytes + Int64(unit - part * units) * 16
-
-
-@cute.jit
-def _element(window: chunked.Window, index: Int32, first: Int32, at: Place) -> Int64:
-    """Address of element `index` of `[entries from first, 3, 128]` of this item."""
-    entry = first + index // (3 * HEAD_DIM)
-    c = index // HEAD_DIM % 3 * at.D + at.channel + index % HEAD_DIM
-    return window.page + (Int64(entry) * window.tap_stride + Int64(c) * window.channel_stride) * 2
-
-
-@cute.jit
-def store_window(M: cutlass.Constexpr, window: chunked.Window, at: Place, P: cutlass.Constexpr) -> None:
-    """The two inputs before this step's, then these, as the first tokens+2 entries."""
-    part_units = HEAD_DIM // _UNIT
-    if const_expr(P.layout == "rows"):
-        units = part_units * window.channel_stride
-        most = 3 * part_units * P.window
-        for i in range_constexpr(ceil_div(most, P.threads)):
-            unit = at.tid + i * P.threads
-            if unit < 3 * units:
-                _store_unit(M.window.iterator, unit, most, _rows_unit(window, unit, units, at))
-    else:
-        total = (P.tokens + 2) * 3 * HEAD_DIM
-        entries = M.x.iterator + 3 * HEAD_DIM
-        if const_expr(P.layout == "taps"):
-            for i in range_constexpr(ceil_div(total // _UNIT, P.threads)):
-                unit = at.tid + i * P.threads
-                if unit < total // _UNIT:
-                    _store_unit(entries, unit, total // _UNIT, _element(window, unit * _UNIT, Int32(0), at))
-        else:
-            flat = cute.make_tensor(entries, cute.make_layout(total))
-            for i in range_constexpr(ceil_div(total, P.threads)):
-                index = at.tid + i * P.threads
-                if index < total:
-                    blocks.put(BFloat16, _element(window, index, Int32(0), at), flat[index])
-
-
-@cute.jit
-def _store_unit(source: cute.Pointer, unit: Int32, units: cutlass.Constexpr, address: Int64) -> None:
-    """One of `units` 16-byte units of shared memory to global memory."""
-    values = cute.make_rmem_tensor(_UNIT, BFloat16)
-    layout = cute.make_layout((_UNIT, units), stride=(1, _UNIT))
-    cute.autovec_copy(cute.make_tensor(source, layout)[None, unit], values)
-    target = cute.make_ptr(BFloat16, address, GMEM, assumed_align=16)
-    cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(_UNIT)))
-
-
-@cute.jit
-def store_zeros(results: Int64, at: Place, P: cutlass.Constexpr) -> None:
-    """Zeros in this item's channels of all tokens."""
-    lanes = HEAD_DIM // 4
-    zeros = cute.make_rmem_tensor(4, BFloat16)
-    zeros.fill(BFloat16(0))
-    for i in range_constexpr(ceil_div(P.tokens * lanes, P.threads)):
-        index = at.tid + i * P.threads
-        if index < P.tokens * lanes:
-            _store_quad(zeros, results + (Int64(index // lanes) * at.D + 4 * (index % lanes)) * 2)
-
-
-@cute.jit
-def _store_quad(values: cute.Tensor, address: Int64) -> None:
-    target = cute.make_ptr(BFloat16, address, GMEM, assumed_align=8)
-    cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(4)))
-
-
-@cute.jit
-def load_weights(
-    A: Arguments,
-    gate_weights: cute.Tensor,
-    taps: cute.Tensor,
-    bias: cute.Tensor,
-    at: Place,
-    P: cutlass.Constexpr,
-) -> None:
-    """Gate weights, and convolution weight and bias of this thread's two channels, to registers."""
-    chunked.load_gate_weights(gate_weights, A.f_b + Int64(at.channel) * (2 * HEAD_DIM), at.warp, at.lane)
-    bias.fill(P.conv_dtype(0))
-    if at.warp < _CONVOLVING_WARPS:
-        part, pair = at.tid // (HEAD_DIM // 2), at.tid % (HEAD_DIM // 2)
-        size = P.weight_bytes
-        for tap in range_constexpr(CONV_WIDTH):
-            element = Int64(part * CONV_WIDTH + tap) * at.D + (at.channel + 2 * pair)
-            source = cute.make_ptr(P.conv_dtype, A.conv_weight + element * size, GMEM, assumed_align=2 * size)
-            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), taps[None, tap])
-        if A.conv_bias != Int64(0):
-            element = Int64(part) * at.D + (at.channel + 2 * pair)
-            source = cute.make_ptr(P.conv_dtype, A.conv_bias + element * size, GMEM, assumed_align=2 * size)
-            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), bias)
-    # Keeps these loads in front of the state's copies: behind them, they would come late.
-    arch.sync_warp()
-
-
-@cute.jit
-def _row_piece(warp: Int32, lane: Int32, P: cutlass.Constexpr) -> Int32:
-    """Byte of a state where this thread's first cell lies: a half-warp holds a row, a warp rows 16 warp .. +15."""
-    return ((16 * warp + lane // _LANES) * HEAD_DIM) * P.item_bytes + lane % _LANES * 16
+        prologue.store_zeros(results, at, P)
 
 
 @cute.jit
@@ -799,22 +548,8 @@ def stage_state(cells: Int32, item: Int64, P: cutlass.Constexpr) -> None:
     """Ask for this thread's cells, in GROUPS commits."""
     policy = blocks.evict_first() if const_expr(P.evict) else Int64(0)
     for group in range_constexpr(_GROUPS):
-        stage_rows(cells, item, group, policy, P)
+        state_rows.ask_piece(cells, item, group * PIECE_ROWS, policy, P)
         arch.cp_async_commit_group()
-
-
-@cute.jit
-def stage_rows(cells: Int32, item: Int64, group: cutlass.Constexpr, policy: Int64, P: cutlass.Constexpr) -> None:
-    """Ask for this thread's cells of rows 4 group + 2j + half, j < 2, by cp.async."""
-    count = P.item_bytes // 2  # cells of a row
-    for j in range_constexpr(2):
-        for c in range_constexpr(count):
-            target = cells + ((2 * group + j) * count + c) * (_THREADS * 16)
-            source = item + ((4 * group + 2 * j) * HEAD_DIM * P.item_bytes + c * (16 * _LANES))
-            if const_expr(P.evict):
-                blocks.copy_async_hinted(target, source, 16, policy)
-            else:
-                blocks.copy_async(target, source, 16)
 
 
 @cute.jit
@@ -835,7 +570,7 @@ def convolve_token(
     M: cutlass.Constexpr,
     taps: cute.Tensor,
     bias: cute.Tensor,
-    window: chunked.Window,
+    window: Window,
     at: Place,
     P: cutlass.Constexpr,
 ) -> None:
@@ -850,14 +585,14 @@ def convolve_token(
     if const_expr(P.layout == "rows"):
         chunked.take_history(words, M, window, at.tid)
     else:
-        for e in range_constexpr(_HISTORY):
+        for e in range_constexpr(HISTORY):
             words[e] = inputs[pair, part, e]
-    words[_HISTORY] = inputs[pair, part, P.history]
+    words[HISTORY] = inputs[pair, part, P.history]
     values = cute.make_rmem_tensor(2, Float32)
     for i in range_constexpr(2):
         y = bias[i].to(Float32)
         for tap in range_constexpr(CONV_WIDTH):
-            seen = chunked.high_half(words[tap]) if const_expr(i == 1) else chunked.low_half(words[tap])
+            seen = blocks.high_half(words[tap]) if const_expr(i == 1) else blocks.low_half(words[tap])
             y += taps[i, tap].to(Float32) * seen
         values[i] = (y * blocks.sigmoid(y)).to(BFloat16).to(Float32)
     target = (3 if part == 2 else part) * pairs + pair
@@ -868,29 +603,14 @@ def convolve_token(
 
 
 @cute.jit
-def normalizers(
-    q: cute.Tensor, k: cute.Tensor, scale: Float32, lanes: cutlass.Constexpr
-) -> tuple[Float32, Float32, Float32]:
-    """rk, rq and (k.q) rk rq of a token whose q and k are spread over `lanes` lanes."""
-    kk, qq, kq = Float32(0), Float32(0), Float32(0)
-    for i in range_constexpr(cute.size(q)):
-        kk += k[i] * k[i]
-        qq += q[i] * q[i]
-        kq += k[i] * q[i]
-    rk = blocks.rsqrt(blocks.lane_sum(kk, 1, lanes) + Float32(_KEY_EPS))
-    rq = scale * blocks.rsqrt(blocks.lane_sum(qq, 1, lanes) + Float32(_KEY_EPS))
-    return rk, rq, blocks.lane_sum(kq, 1, lanes) * rk * rq
-
-
-@cute.jit
 def take_vector(M: cutlass.Constexpr, part: cutlass.Constexpr, lane: Int32, P: cutlass.Constexpr) -> cute.Tensor:
     """q, k or the decay in this lane's columns: 64 c + 4 l .. +3 (fp32) or 8 l .. +7 (bf16), l of its half-warp."""
     stride = (1, 4, 64, HEAD_DIM) if const_expr(P.state_dtype == "fp32") else (1, 8, 4, HEAD_DIM)
-    vectors = cute.make_tensor(M.vectors.iterator, cute.make_layout((4, _LANES, 2, 4), stride=stride))
+    vectors = cute.make_tensor(M.vectors.iterator, cute.make_layout((4, LANES, 2, 4), stride=stride))
     x = cute.make_rmem_tensor((4, 2), Float32)
     for c in range_constexpr(2):
-        cute.autovec_copy(vectors[None, lane % _LANES, c, part], x[None, c])
-    return cute.make_tensor(x.iterator, cute.make_layout(_COLUMNS))
+        cute.autovec_copy(vectors[None, lane % LANES, c, part], x[None, c])
+    return cute.make_tensor(x.iterator, cute.make_layout(COLUMNS))
 
 
 @cute.jit
@@ -913,60 +633,29 @@ def advance_rows(
 
     Returns o of row j = lane / 4 % 2 in lanes 8.. of each half-warp.
     """
-    S = cute.make_rmem_tensor((_COLUMNS, 2), Float32)
+    S = cute.make_rmem_tensor((COLUMNS, 2), Float32)
     sums = cute.make_rmem_tensor(4, Float32)  # S dk of both rows, S dq of both
     for j in range_constexpr(2):
-        raw = take_row(cells, 2 * group + j, P)
+        raw = state_rows.take_row(cells, 2 * group + j, P)
         w, y = Float32(0), Float32(0)
-        for i in range_constexpr(_COLUMNS):
+        for i in range_constexpr(COLUMNS):
             S[i, j] = raw[i].to(Float32)
             w += S[i, j] * dk[i]
             y += S[i, j] * dq[i]
         sums[j] = w
         sums[2 + j] = y
     # Lanes 0..3 of a half-warp get w of the first row, then of the second, then y of both.
-    total = blocks.row_sums(sums, 4, _LANES, lane)
-    row = 16 * warp + 4 * group + lane // 4 % 2 * 2 + lane // _LANES
+    total = blocks.row_sums(sums, 4, LANES, lane)
+    row = 16 * warp + 4 * group + lane // 4 % 2 * 2 + lane // LANES
     u = beta * (M.vectors[3 * HEAD_DIM + row] - total)
     o = total + kq * arch.shuffle_sync_bfly(u, offset=8)
-    half = (32 - _LANES) << 8 | 31
     for j in range_constexpr(2):
-        u_row = arch.shuffle_sync(u, 4 * j, mask_and_clamp=half)
-        raw = cute.make_rmem_tensor(_COLUMNS, P.dtype)
-        for i in range_constexpr(_COLUMNS):
+        u_row = arch.shuffle_sync(u, 4 * j, mask_and_clamp=HALF_WARP)
+        raw = cute.make_rmem_tensor(COLUMNS, P.dtype)
+        for i in range_constexpr(COLUMNS):
             raw[i] = (S[i, j] * d[i] + u_row * k[i]).to(P.dtype)
-        store_row(raw, item + (4 * group + 2 * j) * HEAD_DIM * P.item_bytes, P)
+        state_rows.store_row(raw, item + (4 * group + 2 * j) * HEAD_DIM * P.item_bytes, P)
     return o
-
-
-@cute.jit
-def take_row(cells: Int32, row: cutlass.Constexpr, P: cutlass.Constexpr) -> cute.Tensor:
-    """This thread's columns of its row-th row, from their cells."""
-    count, width = P.item_bytes // 2, 16 // P.item_bytes
-    raw = cute.make_rmem_tensor(_COLUMNS, P.dtype)
-    pieces = cute.make_tensor(raw.iterator, cute.make_layout((width, count), stride=(1, width)))
-    for c in range_constexpr(count):
-        cell = cells + (row * count + c) * (_THREADS * 16)
-        source = cute.make_tensor(cute.make_ptr(P.dtype, cell, SMEM, assumed_align=16), cute.make_layout(width))
-        cute.autovec_copy(source, pieces[None, c])
-    return raw
-
-
-@cute.jit
-def store_row(raw: cute.Tensor, address: Int64, P: cutlass.Constexpr) -> None:
-    """This lane's cells of a row to global memory."""
-    count, width = P.item_bytes // 2, 16 // P.item_bytes
-    mode = cute.nvgpu.StoreCacheMode.NONE
-    if const_expr(P.hints):
-        mode = cute.nvgpu.StoreCacheMode.STREAMING
-    atom = cute.make_copy_atom(cute.nvgpu.CopyR2GOp(), P.dtype, num_bits_per_copy=128, store_cache_mode=mode)
-    pieces = cute.make_tensor(raw.iterator, cute.make_layout((width, count), stride=(1, width)))
-    target = cute.make_tensor(
-        cute.make_ptr(P.dtype, address, GMEM, assumed_align=16),
-        cute.make_layout((width, count), stride=(1, _LANES * width)),
-    )
-    for c in range_constexpr(count):
-        cute.copy(atom, pieces[None, c], target[None, c])
 
 
 @cute.jit
@@ -978,7 +667,7 @@ def normalize_rows(
     mine = o[0]
     for g in range_constexpr(1, _GROUPS):
         mine = o[g] if group == g else mine
-    row = 16 * warp + 4 * group + lane // 4 % 2 * 2 + lane // _LANES
+    row = 16 * warp + 4 * group + lane // 4 % 2 * 2 + lane // LANES
     gated = M.norm_weight[row] * blocks.sigmoid(M.out_gate[row, 0].to(Float32))
     quads = cute.make_tensor(M.sums.iterator, cute.make_layout((4, 2), stride=(1, 4)))
     part = cute.make_rmem_tensor((4, 2), Float32)
@@ -988,7 +677,7 @@ def normalize_rows(
         (part[0, 1] + part[1, 1]) + (part[2, 1] + part[3, 1])
     )
     rms = blocks.rsqrt(total * Float32(1 / HEAD_DIM) + eps)
-    if lane % _LANES >= 8:
+    if lane % LANES >= 8:
         blocks.put(BFloat16, results + Int64(row) * 2, (mine * rms * gated).to(BFloat16))
 
 
@@ -1030,7 +719,7 @@ def store_factors(M: cutlass.Constexpr, scale: Float32, at: Place, P: cutlass.Co
                     q[e] = raw[e].to(Float32)
                 else:
                     k[e] = raw[e].to(Float32)
-        rk, rq, kq = normalizers(q, k, scale, 32)
+        rk, rq, kq = blocks.normalizers(q, k, scale, 32)
         if at.lane == 0:
             M.factors[0, at.warp] = rk
             M.factors[1, at.warp] = rq
@@ -1052,15 +741,14 @@ def advance_window(
 
     slots   lane t holds that of token t
     """
-    S = cute.make_rmem_tensor((_COLUMNS, _PASS_ROWS), Float32)
+    S = cute.make_rmem_tensor((COLUMNS, _PASS_ROWS), Float32)
     for j in range_constexpr(_PASS_ROWS):
-        raw = take_row(cells, part * _PASS_ROWS + j, P)
-        for i in range_constexpr(_COLUMNS):
+        raw = state_rows.take_row(cells, part * _PASS_ROWS + j, P)
+        for i in range_constexpr(COLUMNS):
             S[i, j] = raw[i].to(Float32)
     # The row whose sums this lane gets: w of it, or in lanes 8.. of a half-warp y.
-    own = 16 * at.warp + 2 * _PASS_ROWS * part + at.lane % 8 // 2 * 2 + at.lane // _LANES
-    half = (32 - _LANES) << 8 | 31
-    first = 2 * _PASS_ROWS * part * HEAD_DIM * P.item_bytes + _row_piece(at.warp, at.lane, P)
+    own = 16 * at.warp + 2 * _PASS_ROWS * part + at.lane % 8 // 2 * 2 + at.lane // LANES
+    first = 2 * _PASS_ROWS * part * HEAD_DIM * P.item_bytes + state_rows.first_cell(Int32(0), at.warp, at.lane, P)
     for t in cutlass.range(P.tokens, unroll=1):
         d = take_decays(M, t, at.lane, P)
         k = take_columns(M, 1, t, at.lane, P)
@@ -1070,28 +758,28 @@ def advance_window(
         sums = cute.make_rmem_tensor(2 * _PASS_ROWS, Float32)
         for j in range_constexpr(_PASS_ROWS):
             w, y = Float32(0), Float32(0)
-            for i in range_constexpr(_COLUMNS):
+            for i in range_constexpr(COLUMNS):
                 S[i, j] = S[i, j] * d[i]
                 w += S[i, j] * k[i]
                 y += S[i, j] * q[i]
             sums[j] = w
             sums[_PASS_ROWS + j] = y
-        total = blocks.row_sums(sums, 2 * _PASS_ROWS, _LANES, at.lane)
+        total = blocks.row_sums(sums, 2 * _PASS_ROWS, LANES, at.lane)
         v = M.qkv[t * chunked.QKV_PITCH + 2 * HEAD_DIM + own].to(Float32)
         u = factor[3] * (v - total * factor[0])
         o = total * factor[1] + factor[2] * arch.shuffle_sync_bfly(u, offset=8)
-        if at.lane % _LANES >= 8 and at.lane % 2 == 0:
+        if at.lane % LANES >= 8 and at.lane % 2 == 0:
             M.o[own, t] = o.to(BFloat16)
         slot = arch.shuffle_sync(slots, t)
-        page = state_of(A, slot, at, P) + first
+        page = prologue.state_of(A, slot, at.head, P) + first
         for j in range_constexpr(_PASS_ROWS):
-            u_row = arch.shuffle_sync(u, 2 * j, mask_and_clamp=half) * factor[0]
-            raw = cute.make_rmem_tensor(_COLUMNS, P.dtype)
-            for i in range_constexpr(_COLUMNS):
+            u_row = arch.shuffle_sync(u, 2 * j, mask_and_clamp=HALF_WARP) * factor[0]
+            raw = cute.make_rmem_tensor(COLUMNS, P.dtype)
+            for i in range_constexpr(COLUMNS):
                 S[i, j] = S[i, j] + u_row * k[i]
                 raw[i] = S[i, j].to(P.dtype)
             if slot > 0:
-                store_row(raw, page + 2 * j * HEAD_DIM * P.item_bytes, P)
+                state_rows.store_row(raw, page + 2 * j * HEAD_DIM * P.item_bytes, P)
 
 
 @cute.jit
@@ -1102,12 +790,12 @@ def take_columns(
     stride = (1, 4, 64) if const_expr(P.state_dtype == "fp32") else (1, 8, 4)
     quads = cute.make_tensor(
         M.qkv.iterator + part * HEAD_DIM,
-        cute.make_layout((4, _LANES, 2, P.tokens), stride=(*stride, chunked.QKV_PITCH)),
+        cute.make_layout((4, LANES, 2, P.tokens), stride=(*stride, chunked.QKV_PITCH)),
     )
-    x = cute.make_rmem_tensor(_COLUMNS, Float32)
+    x = cute.make_rmem_tensor(COLUMNS, Float32)
     for c in range_constexpr(2):
         raw = cute.make_rmem_tensor(4, BFloat16)
-        cute.autovec_copy(quads[None, lane % _LANES, c, token], raw)
+        cute.autovec_copy(quads[None, lane % LANES, c, token], raw)
         for e in range_constexpr(4):
             x[4 * c + e] = raw[e].to(Float32)
     return x
@@ -1118,12 +806,12 @@ def take_decays(M: cutlass.Constexpr, token: Int32, lane: Int32, P: cutlass.Cons
     """A token's decays in this lane's columns, as `take_vector`."""
     stride = (1, 4, 64) if const_expr(P.state_dtype == "fp32") else (1, 8, 4)
     quads = cute.make_tensor(
-        M.gamma.iterator, cute.make_layout((4, _LANES, 2, P.tokens), stride=(*stride, chunked.GAMMA_PITCH))
+        M.gamma.iterator, cute.make_layout((4, LANES, 2, P.tokens), stride=(*stride, chunked.GAMMA_PITCH))
     )
     x = cute.make_rmem_tensor((4, 2), Float32)
     for c in range_constexpr(2):
-        cute.autovec_copy(quads[None, lane % _LANES, c, token], x[None, c])
-    return cute.make_tensor(x.iterator, cute.make_layout(_COLUMNS))
+        cute.autovec_copy(quads[None, lane % LANES, c, token], x[None, c])
+    return cute.make_tensor(x.iterator, cute.make_layout(COLUMNS))
 
 
 @cute.jit
@@ -1145,4 +833,4 @@ def normalize_tokens(M: cutlass.Constexpr, eps: Float32, results: Int64, at: Pla
         for e in range_constexpr(4):
             gated = weights[e] * blocks.sigmoid(gates[e].to(Float32))
             raw[e] = (raw[e].to(Float32) * rms * gated).to(BFloat16)
-        _store_quad(raw, results + (Int64(at.warp) * at.D + 4 * at.lane) * 2)
+        prologue.store_quad(raw, results + (Int64(at.warp) * at.D + 4 * at.lane) * 2)

@@ -68,7 +68,6 @@ from kda_kernels.ws_plan import (
     load_numbers,
     number,
     pages_of,
-    pair,
     place_of,
     put_vector,
     stage_of,
@@ -84,7 +83,6 @@ MIN_LOG_DECAY = -64.0
 """Record: lower_bound * tokens must not lie below, so that 1 / Gamma and its split stay far inside FP32."""
 
 _EPILOGUE_BARRIER = 1
-_KEY_EPS = 1e-6
 
 arch = cute.arch
 
@@ -94,8 +92,6 @@ class Spec:
     """Compile-time choices, and `pdl` of the launch.
 
     gate_mode          0: one chain of 8 tensor-core accumulations; 1: four chains of 2, summed in order
-    arrivals           of a warp where it hands on: one lane's behind a meeting of the warp, or every thread's, the
-                       form that race detectors follow
     terms              BF16 terms that a record's vectors are split in; 1 only with a BF16 state
     conv_weight_dtype  of convolution weight and bias
     window             entries W of a dim-first window; None: those of the problem
@@ -103,7 +99,6 @@ class Spec:
     """
 
     gate_mode: int = 0
-    arrivals: Literal["warp", "thread"] = "warp"
     terms: int = 2
     conv_weight_dtype: Literal["fp32", "bf16"] = "fp32"
     window: int | None = None
@@ -138,7 +133,6 @@ def plan(problem: Problem, spec: Spec, gpu: Gpu) -> Plan:
             weight_dtype=spec.conv_weight_dtype,
             state_stages=state,
             result_stages=results,
-            arrivals=32 if spec.arrivals == "thread" else 1,
         )
 
     most = (2 if problem.kind == "record" else 3) * (1 if problem.state_dtype == "fp32" else 2)
@@ -152,7 +146,6 @@ def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
         return f"kind={problem.kind}: only decode, spec and record"
     for name, value, allowed in (
         ("gate_mode", spec.gate_mode, (0, 1)),
-        ("arrivals", spec.arrivals, ("warp", "thread")),
         ("terms", spec.terms, (1, 2)),
         ("conv_weight_dtype", spec.conv_weight_dtype, ("fp32", "bf16")),
     ):
@@ -217,15 +210,15 @@ def kda_ws(A: Arguments, P: cutlass.Constexpr) -> None:
     M = allocate(P)
     if thread == 0:
         for s in range_constexpr(BOTTLENECK_STAGES):
-            arch.mbarrier_init(M.f_a_full + s, PROLOGUE * P.arrivals)
+            arch.mbarrier_init(M.f_a_full + s, 32 * PROLOGUE)
         for s in range_constexpr(VECTOR_STAGES):
-            arch.mbarrier_init(M.vectors_full + s, PROLOGUE * P.arrivals)
-            arch.mbarrier_init(M.vectors_empty + s, PRODUCT * P.arrivals)
+            arch.mbarrier_init(M.vectors_full + s, 32 * PROLOGUE)
+            arch.mbarrier_init(M.vectors_empty + s, 32 * PRODUCT)
         for s in range_constexpr(P.result_stages):
-            arch.mbarrier_init(M.results_full + s, PRODUCT * P.arrivals)
-            arch.mbarrier_init(M.results_empty + s, P.finishers * P.arrivals)
+            arch.mbarrier_init(M.results_full + s, 32 * PRODUCT)
+            arch.mbarrier_init(M.results_empty + s, 32 * P.finishers)
         for s in range_constexpr(VALUE_STAGES):
-            arch.mbarrier_init(M.values_empty + s, P.finishers * P.arrivals)
+            arch.mbarrier_init(M.values_empty + s, 32 * P.finishers)
         arch.mbarrier_init_fence()
 
     # Zero, which the compiler must not know: loads that it takes for the same in all lanes go to a uniform register,
@@ -279,7 +272,7 @@ def upper_halves(low: Uint32, high: Uint32) -> Uint32:
 def rest(low: Uint32, high: Uint32) -> Uint32:
     """What `upper_halves` leaves of two FP32, rounded to BF16, in one word."""
     mask = Uint32(0xFFFF0000)
-    return pair(number(low) - number(low & mask), number(high) - number(high & mask))
+    return blocks.pack(number(low) - number(low & mask), number(high) - number(high & mask))
 
 
 @cute.jit
@@ -395,11 +388,11 @@ def record_product(
             if refill > 0:
                 load_group(cells, page, group, state_stage, tid, P)
             arch.cp_async_commit_group()
-        arrive(M.vectors_empty + stage, lane, P)
+        arrive(M.vectors_empty + stage)
 
         arch.mbarrier_wait(M.results_empty + result_stage, result_phase ^ 1)
         put_results(stage_of(M.results, result_stage, P.result_stages), sums, corrections, coefficients, warp, lane, P)
-        arrive(M.results_full + result_stage, lane, P)
+        arrive(M.results_full + result_stage)
         state_stage, _ = advance(state_stage, Int32(0), P.state_stages)
 
 
@@ -536,16 +529,16 @@ def step_product(
             w = row_products(S, words, 0, lane, P)
             y = row_products(S, words, 1, lane, P)
             kk, qq, kq, beta = factors_of(M, stage, t, P)
-            rk = blocks.rsqrt(kk + Float32(_KEY_EPS))
-            rq = A.scale * blocks.rsqrt(qq + Float32(_KEY_EPS))
+            rk = blocks.rsqrt(kk + Float32(blocks.KEY_EPS))
+            rq = A.scale * blocks.rsqrt(qq + Float32(blocks.KEY_EPS))
             u = beta * (words[own, 4] - w * rk)
             if lane % 2 == 0:
                 results[t * HEAD_DIM + own] = rq * (y + u * rk * kq)
             if t == P.tokens - 1:
-                arrive(M.results_full + result_stage, lane, P)
+                arrive(M.results_full + result_stage)
             update(S, words, u * rk, lane, P)
             if t == P.tokens - 1:
-                arrive(M.vectors_empty + stage, lane, P)
+                arrive(M.vectors_empty + stage)
             if live and target > 0:
                 store_state(S, page_of(A, base, target, head, P), P)
             target = upcoming
@@ -687,8 +680,8 @@ def record_epilogue(
             for i in range_constexpr(2):
                 cute.autovec_copy(outputs[None, i, unit, t], o[None, i])
             normalize(o, gates, norm, result, A.eps, 16)
-        arrive(M.results_empty + result_stage, lane, P)
-        arrive(M.values_empty + value_stage, lane, P)
+        arrive(M.results_empty + result_stage)
+        arrive(M.values_empty + value_stage)
         if tid < 16 * P.tokens:
             put_vector(result, target)
 
@@ -729,7 +722,7 @@ def add_parts(
     if mine >= 0:
         t, which = mine // 2, mine % 2
         words = sums_of(M, value_stage, t, P)
-        inverse = blocks.rsqrt(total_of(words, which) + Float32(_KEY_EPS))
+        inverse = blocks.rsqrt(total_of(words, which) + Float32(blocks.KEY_EPS))
         words[P.sums * PROLOGUE + 1 + which] = inverse * A.scale if which == 1 else inverse
         if which == 0:
             words[P.sums * PROLOGUE] = blocks.sigmoid(words[P.sums * PROLOGUE])
@@ -845,7 +838,7 @@ def step_epilogue(
         rounded = cute.make_rmem_tensor((4, len(tokens)), Float32)
         for i in range_constexpr(len(tokens)):
             cute.autovec_copy(results[None, lane, tokens[i]], rounded[None, i])
-        arrive(M.results_empty + result_stage, lane, P)
+        arrive(M.results_empty + result_stage)
         rounded.store(rounded.load().to(BFloat16).to(Float32))
         for i in range_constexpr(len(tokens)):
             result = cute.make_rmem_tensor(4, BFloat16)

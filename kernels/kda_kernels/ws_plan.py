@@ -55,7 +55,6 @@ class Plan:
 
     layout     of the window: rows = dim-first, taps = window-major
     window     entries of a `rows` window
-    arrivals   of a warp on an mbarrier: 1, of a lane that the others have met, or 32
     """
 
     kind: str
@@ -68,7 +67,6 @@ class Plan:
     weight_dtype: str
     state_stages: int
     result_stages: int
-    arrivals: int = 1
     streamable: bool = True
 
     @property
@@ -314,14 +312,10 @@ def advance(stage: Int32, phase: Int32, stages: cutlass.Constexpr) -> tuple[Int3
 
 
 @cute.jit
-def arrive(barrier: cute.Pointer, lane: Int32, P: cutlass.Constexpr) -> None:
-    """The warp meets and arrives, behind all that its lanes have done."""
+def arrive(barrier: cute.Pointer) -> None:
+    """The warp meets, and each of its threads arrives: race detectors do not follow one lane that does so for all."""
     arch.sync_warp()
-    if const_expr(P.arrivals == 32):
-        arch.mbarrier_arrive(barrier)
-    else:
-        if lane == 0:
-            arch.mbarrier_arrive(barrier)
+    arch.mbarrier_arrive(barrier)
 
 
 @cute.jit
@@ -375,14 +369,6 @@ def exp2(x: Float32) -> Float32:
 def number(word: Uint32) -> Float32:
     """The same bits as FP32."""
     return arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word])
-
-
-@cute.jit
-def pair(low: Float32, high: Float32) -> Uint32:
-    """Two numbers rounded to BF16 in one word."""
-    return arch.inline_ptx(
-        "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Uint32], read_only_args=[low, high]
-    )
 
 
 @cute.jit

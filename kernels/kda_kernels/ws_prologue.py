@@ -36,7 +36,6 @@ from kda_kernels.ws_plan import (
     get_vector,
     load_numbers,
     lower,
-    pair,
     place_of,
     put_vector,
     stage_of,
@@ -46,7 +45,6 @@ from kda_kernels.ws_plan import (
 from kdabench.problem import CONV_WIDTH, HEAD_DIM, ceil_div
 
 _WARP_CHANNELS = HEAD_DIM // PROLOGUE
-_LOG2E = 1.4426950408889634
 
 arch = cute.arch
 
@@ -125,7 +123,7 @@ def prologue(
             load_numbers(A, numbers, item, lane, P)
         # All copies but those for item n+1.
         arch.cp_async_wait_group(1)
-        arrive(M.f_a_full + third, lane, P)
+        arrive(M.f_a_full + third)
         if work.head != loaded:
             loaded = work.head
             load_taps(A, M, work.head, L, P)
@@ -165,9 +163,12 @@ def prologue(
                 if const_expr(not P.chunked):
                     beta = blocks.sigmoid(beta)
                 sums[lane * P.sum_words + PROLOGUE * P.sums] = beta
-        arrive(M.vectors_full + stage, lane, P)
+        # Once on each way: behind one arrival for both, what stores the window moves ahead of it, and spills.
         if work.slot > 0:
+            arrive(M.vectors_full + stage)
             store_window(A, window, work, L, P)
+        else:
+            arrive(M.vectors_full + stage)
 
         third, phase = advance(third, phase, BOTTLENECK_STAGES)
         # The stage of the bottleneck after the next is that of item n-1, whose gate all warps have behind them: each of
@@ -373,7 +374,7 @@ def gate(
                 total = total + totals[chain][2 * c + i]
             raw[c, i] = total.to(BFloat16)
             logs[c, i] = blocks.log_decay(
-                raw[c, i].to(Float32), G.biases[c], G.rate[0], A.lower_bound * Float32(_LOG2E)
+                raw[c, i].to(Float32), G.biases[c], G.rate[0], A.lower_bound * Float32(blocks.LOG2E)
             )
         if const_expr(P.chunked):
             own = logs[c, 0]
@@ -437,7 +438,7 @@ def convolve(
             for tap in range_constexpr(CONV_WIDTH):
                 total += weight[c, tap].to(Float32) * seen[c, tap + i].to(Float32)
             y[c] = total * blocks.sigmoid(total)
-        words[i] = pair(y[0], y[1])
+        words[i] = blocks.pack(y[0], y[1])
     return words
 
 
@@ -523,8 +524,8 @@ def record_vectors(
 def put_pair(low: Float32, high: Float32, words: cute.Tensor) -> None:
     """Two columns of a vector as a word of first terms and one of second terms."""
     terms = cute.make_rmem_tensor(2, Uint32)
-    terms[0] = pair(low, high)
-    terms[1] = pair(low - lower(terms[0]), high - upper(terms[0]))
+    terms[0] = blocks.pack(low, high)
+    terms[1] = blocks.pack(low - lower(terms[0]), high - upper(terms[0]))
     cute.autovec_copy(terms, words)
 
 
