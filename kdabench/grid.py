@@ -42,16 +42,18 @@ _COMMIT_FORMS: tuple[Choices, ...] = (
 CHUNKED_SPLITS = ((1, 256), (2, 128), (2, 256), (4, 128), (8, 128))
 """CTAs per item and threads of KdaSplit's chunked form."""
 
+_LINES: Choices = {"split": 1, "source": "shared", "fold": "late", "state_first": False}
 _REPLAY_FORMS: Mapping[str, tuple[Choices, ...]] = {
     "KdaFused": (
         {"split": 1},
         {"split": 1, "gate_mode": 1},
-        {"split": 1, "source": "shared", "fold": "late", "state_first": False},
+        _LINES,
+        {**_LINES, "gate_mode": 1, "ctas_per_sm": 3},
         {"split": 2},
-        {"split": 4, "threads": 128},
+        {"split": 4, "threads": 128, "fold": "late"},
         {"split": 8, "threads": 128},
     ),
-    "KdaFusedWS": ({}, {"gate_mode": 1}),
+    "KdaFusedWS": ({}, {"gate_mode": 1}, {"most_items": 2, "stream_stores": True}),
 }
 
 

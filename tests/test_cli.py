@@ -154,7 +154,7 @@ def test_every_command_has_help_with_examples(kdabench: Any, command: str) -> No
         (["compile", "--arch", "sm_80"], "'sm_80': one of sm_90a, sm_100a, sm_103a"),
         (
             ["compile", "--variant", "Kda"],
-            "'Kda': one of KdaSplit, KdaWide, KdaStream, KdaWS, KdaFused, KdaCommit, stock",
+            "'Kda': one of KdaSplit, KdaWide, KdaStream, KdaWS, KdaFused, KdaFusedWS, KdaCommit, stock",
         ),
         (["verify"], "needs an NVIDIA GPU"),
     ],

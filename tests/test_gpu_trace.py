@@ -14,7 +14,14 @@ COMMIT = {"source": "ring", "heads_per_cta": 1}
 RECORD = {
     "KdaSplit": {"split": 4, "threads": 128},
     "KdaWide": {"form": "chunked"},
+    "KdaStream": {},
     "KdaWS": {},
+}
+REPLAY = {
+    "split 1": ("KdaFused", {}),
+    "split 4": ("KdaFused", {"split": 4, "threads": 128}),
+    "lines": ("KdaFused", {"source": "shared", "fold": "late", "state_first": False}),
+    "persistent": ("KdaFusedWS", {}),
 }
 
 
@@ -25,12 +32,10 @@ def test_no_error_grows_over_64_steps(heads: int, requests: int, tokens: int) ->
     engines = [Engine("stock", served, VariantKernels({"record": ("stock", {})}, None, gpu))]
     for name, options in RECORD.items():
         engines.append(Engine(name, served, VariantKernels({"record": (name, options)}, COMMIT, gpu)))
-    for split in (1, 4):
-        steps = {"record": ("KdaSplit", RECORD["KdaSplit"]), "replay": ("KdaFused", {"split": split})}
+    for name, variant in REPLAY.items():
+        steps = {"record": ("KdaSplit", RECORD["KdaSplit"]), "replay": variant}
         threshold = heads * (requests + 1) // 2
-        engines.append(
-            Engine(f"KdaFused split {split}", served, VariantKernels(steps, COMMIT, gpu), lambda n, t=threshold: n >= t)
-        )
+        engines.append(Engine(name, served, VariantKernels(steps, COMMIT, gpu), lambda n, t=threshold: n >= t))
     outcome = run(served, engines)
     assert outcome.failed == []
     for engine in engines:

@@ -26,6 +26,7 @@ _MODULES = {
     "KdaStream": "stream",
     "KdaWS": "ws",
     "KdaFused": "fused",
+    "KdaFusedWS": "fused_ws",
     "KdaCommit": "commit",
     "stock": "stock",
 }
