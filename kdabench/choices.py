@@ -52,9 +52,7 @@ def _steps(grid: Grid) -> Iterator[tuple[Step, _StepGrid]]:
             continue
         loss = _loss(grid.log_us[np.ix_(rows, states)])
         order = np.argsort(-(loss <= math.log1p(TIE)).sum(axis=0), kind="stable")
-        cells = [grid.cells[row] for row in rows]
-        heads, items = (np.array(values) for values in ([c.heads for c in cells], [c.items for c in cells]))
-        yield step, _StepGrid(rows, states[order], heads, items)
+        yield step, _StepGrid(rows, states[order], grid.cells.heads[rows], grid.cells.items[rows])
 
 
 def _loss(log_us: Floats) -> Floats:
@@ -86,10 +84,9 @@ def _path(part: _StepGrid, loss: Floats, heads: int) -> tuple[Ints, Ints, Floats
     beyond = np.clip(loss, tie, _MOST_BORROWED) - tie
     allowed = np.where(own[:, None] & (loss > tie), math.inf, np.where(own[:, None], 0.0, weights[:, None] * beyond))
     lost = weights[:, None] * np.minimum(loss, _MOST_BORROWED)
-    bounds, costs = np.zeros((2, len(loss), len(levels), loss.shape[2]))
-    for level in range(len(levels)):
-        bounds[:, level] = allowed[:, level_of == level].sum(axis=1)
-        costs[:, level] = lost[:, level_of == level].sum(axis=1)
+    order = np.argsort(level_of, kind="stable")
+    begins = np.searchsorted(level_of[order], np.arange(len(levels)))
+    bounds, costs = (np.add.reduceat(values[:, order], begins, axis=1) for values in (allowed, lost))
     change = _CHANGE * (1 - np.eye(loss.shape[2]))
     return levels, cheapest_path(bounds, change), costs
 

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from kdabench.problem import Kind, Pending, StateDtype
@@ -90,9 +91,12 @@ Ranked = Callable[[int, int, int, str], Sequence[Any]]
 
 def by_question(records: Iterable[Record]) -> dict[Question, list[Record]]:
     """Records by figure, in the order of their file names."""
-    found: dict[Question, list[Record]] = defaultdict(list)
+    by_cell: dict[Cell, list[Record]] = defaultdict(list)
     for record in records:
-        found[Question.of(record.cell)].append(record)
+        by_cell[record.cell].append(record)
+    found: dict[Question, list[Record]] = defaultdict(list)
+    for cell, of_cell in by_cell.items():
+        found[Question.of(cell)] += of_cell
     return dict(sorted(found.items(), key=lambda pair: pair[0].stem))
 
 
@@ -110,7 +114,7 @@ def timings(records: Iterable[Record]) -> dict[int, Timings]:
     for key, processes in sorted(by_process.items(), key=lambda p: (p[0][:2], str(p[0][2]))):
         if key in failed:
             continue
-        pooled = sorted(us for samples in processes for us in samples)
+        pooled = sorted(chain.from_iterable(processes))
         middle = _quantile(sorted(_quantile(sorted(samples), 0.5) for samples in processes), 0.5)
         heads, requests, candidate = key
         timing = Timing(_quantile(pooled, 0.25), middle, _quantile(pooled, 0.75))

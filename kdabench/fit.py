@@ -59,6 +59,7 @@ from kdabench.schedules import Group, own_schedules, shared_schedules, table_of,
 VERSIONS = ("cuda", "driver", "torch", "triton", "cutlass_dsl")
 _STREAMING = ("KdaWS", "KdaStream", "KdaFusedWS")
 _SETTLED = 0.9
+_AT_ONCE = 20  # resamples whose thresholds are solved together: more take memory and save little
 
 
 def fit(
@@ -160,7 +161,7 @@ class _Parts:
 
 def _solve(grid: Grid, sms: int) -> _Parts:
     singles = ladder.singles(grid)
-    solved = {kind: ladder.solve(grid, kind, singles, sms) for kind in STEP_KINDS}
+    solved = {kind: ladder.solve([grid], kind, singles, sms)[0] for kind in STEP_KINDS}
     rows = find_rows(grid, sms)
     in_row = np.array([_in_row(rows, cell) for cell in grid.cells])
     shared = shared_schedules(grid, solved)
@@ -325,7 +326,7 @@ def _thresholds(grid: Grid, parts: _Parts) -> dict[tuple[str, str], int | None]:
     beside = {"KdaWS": ("ws_small", "ws_small_end"), "KdaStream": ("stream_heads",)}
     for rule in (rule for variant, rules in beside.items() if variant in parts.singles for rule in rules):
         found[rule, "record"] = record.get(rule)
-    if any(cell.kind == "replay" for cell in grid.cells):
+    if "replay" in grid.cells.kinds:
         fused = parts.fused
         found |= {("fused_items", str(heads)): items for heads, items in fused.items.items()}
         found |= {("fused_default_items", "replay"): fused.default_items, ("fused_ws_items", "replay"): fused.ws_items}
@@ -346,12 +347,14 @@ def _intervals(
         return found, ()
     draws = grid.draws(resamples, seed)
     values: dict[tuple[str, str], list[float]] = {name: [] for name in names}
-    for draw in draws:
-        again = grid.resampled(draw)
-        solved = {kind: ladder.solve(again, kind, parts.singles, sms) for kind in STEP_KINDS}
-        fused = replay.solve(again, parts.in_row, sms)
-        for name, cut in _thresholds(again, replace(parts, solved=solved, fused=fused)).items():
-            values[name].append(math.inf if cut is None else cut)
+    for begin in range(0, resamples, _AT_ONCE):
+        grids = [grid.resampled(draw) for draw in draws[begin : begin + _AT_ONCE]]
+        of_kind = [ladder.solve(grids, kind, parts.singles, sms) for kind in STEP_KINDS]
+        for again, *solved in zip(grids, *of_kind, strict=True):
+            fused = replay.solve(again, parts.in_row, sms)
+            found_again = replace(parts, solved=dict(zip(STEP_KINDS, solved, strict=True)), fused=fused)
+            for name, cut in _thresholds(again, found_again).items():
+                values[name].append(math.inf if cut is None else cut)
     for (rule, key), cuts in values.items():
         found[rule][key] = _middle_90(sorted(cuts))
     shares = agreement(grid, draws)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from functools import cache
+from itertools import pairwise, product
 
 import numpy as np
 
@@ -36,15 +37,15 @@ def cheapest_path(cost: Floats, change: Floats) -> Ints:
     cost    [batch, levels, states]  finite somewhere in every level
     change  [states, states]  from one state to the next level's; inf where that isn't allowed
     """
-    rest = cost.copy()
-    for n in reversed(range(cost.shape[1] - 1)):
-        rest[:, n] += (change + rest[:, n + 1, None]).min(axis=2)
+    rest = np.ascontiguousarray(np.moveaxis(cost, 0, 2))  # [levels, states, batch]: long rows are the fast ones
+    for later, level in pairwise(rest[::-1]):
+        level += (change[:, :, None] + later).min(axis=1)
     path = np.zeros(cost.shape[:2], dtype=np.int64)
-    ahead = np.zeros_like(cost[:, 0])
-    for n in range(cost.shape[1]):
-        total = ahead + rest[:, n]
-        path[:, n] = (total <= total.min(axis=1, keepdims=True) + SAME).argmax(axis=1)
-        ahead = change[path[:, n]]
+    ahead = np.zeros((cost.shape[2], len(cost)))
+    for n, left in enumerate(rest):
+        total = ahead + left
+        path[:, n] = (total <= total.min(axis=0) + SAME).argmax(axis=0)
+        ahead = change[path[:, n]].T
     return path
 
 
@@ -86,12 +87,29 @@ class Solved:
     cost: float
 
 
-def solve(grid: Grid, kind: str, of_variant: Mapping[str, Ints], sms: int) -> Solved:
-    """The best thresholds of a kind. of_variant: `singles` of the grid, or of one like it."""
-    heads = sorted({cell.heads for cell in grid.cells}) if kind == "record" and "KdaStream" in of_variant else []
-    tried = [Search(grid, kind, of_variant, sms, least).solve() for least in (None, *reversed(heads))]
-    least_cost = min(solved.cost for solved in tried)
-    return next(solved for solved in tried if solved.cost <= least_cost + SAME)
+def solve(grids: Sequence[Grid], kind: str, of_variant: Mapping[str, Ints], sms: int) -> list[Solved]:
+    """The best thresholds of a kind in each of some grids of the same cells. of_variant: `singles` of one like them."""
+    heads = sorted(set(grids[0].cells.heads.tolist())) if kind == "record" and "KdaStream" in of_variant else []
+    tried = [
+        _solve([Search(grid, kind, of_variant, sms, least) for grid in grids]) for least in (None, *reversed(heads))
+    ]
+    found = []
+    for ways in zip(*tried, strict=True):
+        least_cost = min(solved.cost for solved in ways)
+        found.append(next(solved for solved in ways if solved.cost <= least_cost + SAME))
+    return found
+
+
+def _solve(searches: Sequence[Search]) -> list[Solved]:
+    """Those with as many levels and the same states are solved at once: that takes little longer than one."""
+    alike: dict[tuple[int, tuple[State, ...]], list[Search]] = {}
+    for search in searches:
+        alike.setdefault((len(search.levels), search.states), []).append(search)
+    found: dict[Search, Solved] = {}
+    for (_, states), group in alike.items():
+        paths = cheapest_path(np.stack([search.bounded for search in group]), _changes(states))
+        found |= {search: search.solved(path) for search, path in zip(group, paths, strict=True)}
+    return [found[search] for search in searches]
 
 
 class Search:
@@ -100,7 +118,7 @@ class Search:
     def __init__(
         self, grid: Grid, kind: str, of_variant: Mapping[str, Ints], sms: int, stream_heads: int | None = None
     ) -> None:
-        of_kind = np.array([cell.kind == kind for cell in grid.cells])
+        of_kind = grid.cells.kinds == kind
         times = {rule: log_regret(grid, of_variant[v]) for rule, v in LADDER.items() if v in of_variant}
         self.rules = [rule for rule, us in times.items() if not np.isnan(us[of_kind]).all()]
         split = np.fmin.reduce(grid.log_us[:, grid.of("KdaSplit")], axis=1, initial=np.nan) - grid.best
@@ -111,15 +129,18 @@ class Search:
         self.times = [times[rule][self.mask] for rule in self.rules]
         self.weights = grid.weights[self.mask]
         self.stream_heads = stream_heads
-        heads = np.array([cell.heads for cell in grid.cells], dtype=np.int64)[self.mask]
-        self.streams = heads >= (math.inf if stream_heads is None else stream_heads)
-        items = np.array([cell.items for cell in grid.cells], dtype=np.int64)[self.mask]
-        self.levels, self.level_of = np.unique(items, return_inverse=True)
+        self.streams = grid.cells.heads[self.mask] >= (math.inf if stream_heads is None else stream_heads)
+        self.levels, self.level_of = np.unique(grid.cells.items[self.mask], return_inverse=True)
         island = kind == "record"
         phases = [range(4) if island and rule == "ws_items" else (_BEFORE, _PASSED) for rule in self.rules]
         # Of equally cheap paths the one that hands least to other variants.
-        self.states: list[State] = sorted(product(*phases), key=lambda state: (sum(p % 2 for p in state), state))
+        self.states: tuple[State, ...] = tuple(
+            sorted(product(*phases), key=lambda state: (sum(p % 2 for p in state), state))
+        )
         self.takes, self.values = self._outcomes()
+        weighted: Floats = np.nan_to_num(self.values, nan=NO_TIME) * self.weights
+        rows = [np.bincount(self.level_of, row, len(self.levels)) for row in weighted]
+        self.cost: Floats = np.stack(rows, axis=1, dtype=np.float64)  # without a level they are integers
 
     def _outcomes(self) -> tuple[Ints, Floats]:
         """takes [states, cells] index of the threshold that takes it, NOWHERE: KdaSplit; values: the log time."""
@@ -139,12 +160,20 @@ class Search:
                 value[free] = self.times[self.rules.index("stock_items")][free]
         return takes, values
 
-    def solve(self) -> Solved:
+    @property
+    def bounded(self) -> Floats:
+        """[levels, states] the cost, with the states in which no path may begin or end ruled out."""
+        bounded = self.cost.copy()
+        bounded[:1] += _changes(self.states)[self.states.index((_BEFORE,) * len(self.rules))]
+        bounded[-1:, [_ISLAND in state for state in self.states]] = math.inf
+        return bounded
+
+    def solved(self, path: Ints) -> Solved:
+        """path: [levels] index of the state"""
         cuts: dict[str, int | None] = dict.fromkeys((*LADDER, "ws_small", "ws_small_end", "stream_heads"))
         ours = np.zeros(len(self.mask), dtype=bool)
         if not len(self.levels):
             return Solved(cuts, ours, 0.0)
-        path, cost = self._optimum()
         for i, rule in enumerate(self.rules):
             cuts[rule] = self._cut(path, i, _PASSED)
             if rule == "ws_items":
@@ -153,18 +182,7 @@ class Search:
             cuts["stock_items"] = 1  # not a schedule that only other kinds were measured with
         cuts["stream_heads"] = self.stream_heads
         ours[self.mask] = self.takes[path[self.level_of], np.arange(len(self.split))] == NOWHERE
-        return Solved(cuts, ours, cost)
-
-    def _optimum(self) -> tuple[Ints, float]:
-        """[levels] index of the state, and the cost."""
-        weighted: Floats = np.nan_to_num(self.values, nan=NO_TIME) * self.weights
-        cost: Floats = np.stack([np.bincount(self.level_of, row, len(self.levels)) for row in weighted], axis=1)
-        change = np.array([[0.0 if _may_follow(a, b) else math.inf for b in self.states] for a in self.states])
-        bounded = cost.copy()
-        bounded[0] += change[self.states.index((_BEFORE,) * len(self.rules))]
-        bounded[-1, [_ISLAND in state for state in self.states]] = math.inf
-        path = cheapest_path(bounded[None], change)[0]
-        return path, float(cost[np.arange(len(path)), path].sum())
+        return Solved(cuts, ours, float(self.cost[np.arange(len(path)), path].sum()))
 
     def _cut(self, path: Ints, rule: int, phase: Phase) -> int | None:
         """Items from which a rule is in a phase: in a bracket of two levels, where the log ratio crosses zero."""
@@ -182,6 +200,12 @@ class Search:
         known = ~np.isnan(ratios)
         weights = self.weights[self.level_of == level]
         return float(np.average(ratios[known], weights=weights[known])) if known.any() else math.nan
+
+
+@cache
+def _changes(states: tuple[State, ...]) -> Floats:
+    """[states, states] as `cheapest_path` takes them."""
+    return np.array([[0.0 if _may_follow(before, after) else math.inf for after in states] for before in states])
 
 
 def _may_follow(before: State, after: State) -> bool:

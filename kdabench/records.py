@@ -5,12 +5,14 @@ The exported form is one strict JSON line per (cell, variant, spec, process); se
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
@@ -58,9 +60,12 @@ def l2_state(unique_bytes: int, l2_bytes: int) -> L2:
     return "cold" if unique_bytes >= COLD_FACTOR * l2_bytes else "warm"
 
 
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
 def canonical(value: object) -> str:
     """Sorted, compact, strict JSON: equal values give equal text. Raises ValueError for NaN and infinities."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return _ENCODER.encode(value)
 
 
 @dataclass(frozen=True)
@@ -99,7 +104,7 @@ class Cell:
     @cached_property
     def key(self) -> str:
         """Identity in journals and joins."""
-        return canonical(asdict(self))
+        return canonical({name: getattr(self, name) for name in CELL_FIELDS})
 
 
 @dataclass(frozen=True)
@@ -147,11 +152,24 @@ class Record:
     env: str
 
     def to_json(self) -> dict[str, Any]:
+        cell = {name: getattr(self.cell, name) for name in CELL_FIELDS}
+        return self._own_json() | {"cell": cell, "spec": dict(self.candidate.spec)}
+
+    @property
+    def line(self) -> str:
+        """`canonical` of `to_json`, but cell and spec are encoded once for all records that share them."""
+        text = canonical(self._own_json())
+        # Quotes are escaped inside strings: only the keys themselves are found.
+        text = text.replace('"cell":null', f'"cell":{self.cell.key}', 1)
+        return text.replace('"spec":null', f'"spec":{self.candidate.spec_json}', 1)
+
+    def _own_json(self) -> dict[str, Any]:
+        """Without what records share: cell and spec."""
         return {
             "schema": SCHEMA,
-            "cell": {name: getattr(self.cell, name) for name in CELL_FIELDS},
+            "cell": None,
             "variant": self.candidate.variant,
-            "spec": self.candidate.spec,
+            "spec": None,
             "status": self.status,
             "reason": self.reason,
             "process": self.process,
@@ -175,10 +193,11 @@ class Record:
         if not isinstance(line["variant"], str) or not line["variant"]:
             _fail(where, "variant", line["variant"], "a name")
         samples = _samples(where, line["samples_us"], status)
+        spec = _spec(line["spec"], where)
         columns = {key: _column(where, key, line[key], len(samples)) for key in ("rounds", "sm_clock_mhz", "throttled")}
         return cls(
             cell=_cell(line["cell"], where),
-            candidate=Candidate.of(line["variant"], _spec(line["spec"], where)),
+            candidate=_shared_candidate(line["variant"], *spec, *spec.values()),
             status=status,
             reason=_reason(where, line["reason"], status),
             process=_count(where, line, "process"),
@@ -218,6 +237,7 @@ _RECORD_KEYS = frozenset(
     )
 )
 _CELL_KEYS = frozenset(CELL_FIELDS)
+_CELL_WORDS = {"kind": KINDS, "context": CONTEXTS, "l2": get_args(L2), "inputs": INPUTS}
 _SHOWN = 80  # characters of a bad value that an error quotes
 
 
@@ -236,7 +256,7 @@ def _object(data: object, known: frozenset[str], where: str) -> dict[str, Any]:
 
 
 def _one_of(where: str, key: str, value: Any, allowed: Sequence[Any]) -> Any:
-    if not isinstance(value, str) or value not in allowed:
+    if value not in allowed:
         _fail(where, key, value, f"one of {', '.join(allowed)}")
     return value
 
@@ -303,11 +323,11 @@ def _spec(value: Any, where: str) -> dict[str, SpecValue]:
 
 def _cell(data: object, where: str) -> Cell:
     values = _object(data, _CELL_KEYS, f"{where}: cell")
-    for key, allowed in (("kind", KINDS), ("context", CONTEXTS), ("l2", get_args(L2)), ("inputs", INPUTS)):
-        _one_of(where, f"cell.{key}", values[key], allowed)
     try:
-        return _checked_cell(*(values[key] for key in CELL_FIELDS))
+        return _checked_cell(*map(values.__getitem__, CELL_FIELDS))
     except (TypeError, ValueError) as error:
+        for key, allowed in _CELL_WORDS.items():
+            _one_of(where, f"cell.{key}", values[key], allowed)
         raise RecordError(f"{where}: cell: {error}") from None
 
 
@@ -315,8 +335,17 @@ def _cell(data: object, where: str) -> Cell:
 def _checked_cell(*values: Any) -> Cell:
     """A cell whose problem exists; the records of a cell share it."""
     cell = Cell(*values)
+    for key, allowed in _CELL_WORDS.items():
+        _one_of("cell", key, getattr(cell, key), allowed)
     cell.problem  # noqa: B018  its rules are checked as it is built
     return cell
+
+
+@lru_cache(maxsize=100_000, typed=True)
+def _shared_candidate(variant: str, *spec: Any) -> Candidate:
+    """A candidate, which its records share. spec: the names of its choices, then their values"""
+    half = len(spec) // 2
+    return Candidate.of(variant, dict(zip(spec[:half], spec[half:], strict=True)))
 
 
 def cell_order(cell: Cell) -> tuple[Any, ...]:
@@ -342,7 +371,7 @@ def record_order(record: Record) -> tuple[Any, ...]:
 
 def dumps(records: Iterable[Record]) -> str:
     """Sorted, strict JSON lines: the same records give the same text."""
-    lines = sorted((record_order(record), canonical(record.to_json())) for record in records)
+    lines = sorted((record_order(record), record.line) for record in records)
     return "".join(line + "\n" for _, line in lines)
 
 
@@ -368,7 +397,7 @@ def write_atomic(path: Path, text: str) -> None:
 def parse_json(text: str, where: str) -> object:
     """Strict JSON: no NaN or Infinity, no key twice. Raises RecordError naming `where`."""
     try:
-        return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_unique_keys)
+        return _DECODER.decode(text)
     except (ValueError, RecursionError) as error:
         raise RecordError(f"{where}: not strict JSON: {error}") from None
 
@@ -382,6 +411,9 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise ValueError("a key occurs twice")
     return found
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant, object_pairs_hook=_unique_keys)
 
 
 def _read(path: Path) -> str:
@@ -401,10 +433,8 @@ def load(paths: Iterable[Path]) -> list[Record]:
 
     paths = list(paths)
     found: dict[tuple[Cell, Candidate, int], Record] = {}
-    for path in paths:
-        # Not splitlines(): JSON leaves U+2028 and its like unescaped inside strings.
-        for number, line in enumerate(_read(path).removesuffix("\n").split("\n"), 1):
-            where = f"{path}:{number}"
+    with _without_collector():
+        for where, line in _lines(paths):
             record = Record.from_json(parse_json(line, where), where)
             if found.setdefault((record.cell, record.candidate, record.process), record) is not record:
                 raise RecordError(
@@ -424,6 +454,26 @@ def load(paths: Iterable[Path]) -> list[Record]:
     for note in notes:
         warnings.warn(note, provenance.ProvenanceWarning, stacklevel=2)
     return records
+
+
+def _lines(paths: Iterable[Path]) -> Iterator[tuple[str, str]]:
+    """Where it stands, and the line."""
+    for path in paths:
+        # Not splitlines(): JSON leaves U+2028 and its like unescaped inside strings.
+        for number, line in enumerate(_read(path).removesuffix("\n").split("\n"), 1):
+            yield f"{path}:{number}", line
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Records have no cycles: the collector would walk a growing number of them again and again, for nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _require_cold(record: Record, l2_bytes: int | None, path: Path) -> None:

@@ -40,17 +40,32 @@ class FitError(ValueError):
     """Records that no policy can be fitted on. One line with the reason."""
 
 
+class Cells(tuple[Cell, ...]):
+    """Cells in the order of records.cell_order, and what is often asked of them as arrays [cells]."""
+
+    @cached_property
+    def kinds(self) -> NDArray[np.str_]:
+        return np.array([cell.kind for cell in self], dtype=np.str_)
+
+    @cached_property
+    def heads(self) -> Ints:
+        return np.array([cell.heads for cell in self], dtype=np.int64)
+
+    @cached_property
+    def items(self) -> Ints:
+        return np.array([cell.items for cell in self], dtype=np.int64)
+
+
 @dataclass(frozen=True)
 class Grid:
     """Measured steps of one input distribution.
 
-    cells       in the order of records.cell_order
     candidates  by variant and spec
     process_us  [cells, candidates, processes]  median of one process's samples; NaN where there is none
     weights     [cells]  1 in the mean
     """
 
-    cells: tuple[Cell, ...]
+    cells: Cells
     candidates: tuple[Candidate, ...]
     process_us: Floats
     weights: Floats
@@ -135,17 +150,18 @@ def make_grid(records: Iterable[Record], weights: Mapping[int, float] | None = N
     weights  how often each request count occurs; each goes to the nearest measured count. None weighs all cells alike.
     """
     rows = [r for r in records if r.cell.kind in FITTED_KINDS]
-    failed = {(r.cell, r.candidate) for r in rows if r.status not in ("ok", "unstable")}
     cells = sorted({r.cell for r in rows}, key=cell_order)
     candidates = sorted({r.candidate for r in rows}, key=lambda c: (c.variant, c.spec_json))
     processes = sorted({r.process for r in rows})
     cell_at, candidate_at, process_at = ({k: i for i, k in enumerate(keys)} for keys in (cells, candidates, processes))
     process_us = np.full((len(cells), len(candidates), max(1, len(processes))), np.nan)
     for r in rows:
-        if r.status == "ok" and (r.cell, r.candidate) not in failed:
-            at = cell_at[r.cell], candidate_at[r.candidate], process_at[r.process]
-            process_us[at] = median(r.samples_us)
-    return Grid(tuple(cells), tuple(candidates), process_us, _weights(cells, weights))
+        if r.status == "ok":
+            process_us[cell_at[r.cell], candidate_at[r.candidate], process_at[r.process]] = median(r.samples_us)
+    for r in rows:
+        if r.status not in ("ok", "unstable"):
+            process_us[cell_at[r.cell], candidate_at[r.candidate]] = np.nan
+    return Grid(Cells(cells), tuple(candidates), process_us, _weights(cells, weights))
 
 
 def _weights(cells: Sequence[Cell], histogram: Mapping[int, float] | None) -> Floats:
@@ -204,10 +220,9 @@ class Regret:
 def summarize(grid: Grid, picked: Ints) -> dict[str, Regret]:
     """By kind, and over "all". Kinds without a single time are left out."""
     regret = log_regret(grid, picked)
-    kinds = np.array([cell.kind for cell in grid.cells])
     found = {}
     for kind in ("all", *FITTED_KINDS):
-        rows = np.flatnonzero(~np.isnan(regret) & ((kinds == kind) | (kind == "all")))
+        rows = np.flatnonzero(~np.isnan(regret) & ((grid.cells.kinds == kind) | (kind == "all")))
         if not len(rows):
             continue
         ranked = np.sort(np.expm1(regret[rows]))

@@ -95,12 +95,12 @@ def solve(grid: Grid, picked: Ints, sms: int) -> Fused:
 
     picked  [cells] the candidate that replays, where one does
     """
-    of_kind = np.array([cell.kind == "replay" for cell in grid.cells], dtype=bool)
+    of_kind = grid.cells.kinds == "replay"
     if not of_kind.any() or not any(c.variant == FLUSH for c in grid.candidates):
         return Fused({}, None, {}, {}, None)
     replayed = np.where(of_kind, log_regret(grid, picked), np.nan)
     flush = np.where(of_kind, log_regret(grid, np.full(len(grid.cells), grid.of(FLUSH)[0])), np.nan)
-    heads = np.array([cell.heads for cell in grid.cells])
+    heads = grid.cells.heads
     per_heads = {h: _threshold(grid, flush, replayed, heads == h) for h in sorted(set(heads[of_kind].tolist()))}
     forms = _forms(grid, of_kind, sms)
     default_items = _threshold(grid, flush, replayed, of_kind)
@@ -121,8 +121,7 @@ def _threshold(grid: Grid, below: Floats, above: Floats, mask: Mask) -> int | No
 
 def _by_items(grid: Grid, lost: Floats, known: Mask) -> tuple[Ints, Floats]:
     """The levels of items, and [levels, ways] what each way loses there. lost: [cells, ways]"""
-    items = np.array([cell.items for cell in grid.cells])[known]
-    levels, level_of = np.unique(items, return_inverse=True)
+    levels, level_of = np.unique(grid.cells.items[known], return_inverse=True)
     costs = np.zeros((len(levels), lost.shape[1]))
     np.add.at(costs, level_of, np.nan_to_num(lost[known], nan=NO_TIME) * grid.weights[known, None])
     return levels, costs

@@ -62,14 +62,14 @@ def own_schedules(grid: Grid) -> dict[Group, int]:
     """Index of the candidate that each cell has in the table of its kind and token count, ties settled."""
     found: dict[Group, int] = {}
     for kinds in (("decode",), WINDOW_KINDS):
-        rows = np.array([cell.kind in kinds for cell in grid.cells])
+        rows = np.isin(grid.cells.kinds, kinds)
         found |= _schedules(grid, rows, rows, _own)
     return found
 
 
 def shared_schedules(grid: Grid, solved: Mapping[str, Solved]) -> dict[Group, int]:
     """The same of the table that all windows could share, over the cells that KdaSplit serves."""
-    rows = np.array([cell.kind in WINDOW_KINDS for cell in grid.cells])
+    rows = np.isin(grid.cells.kinds, WINDOW_KINDS)
     ours = np.logical_or.reduce([solved[kind].ours for kind in WINDOW_KINDS])
     return _schedules(grid, rows, ours, _shared)
 

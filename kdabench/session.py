@@ -21,9 +21,9 @@ from itertools import chain
 from pathlib import Path
 from statistics import median
 from types import FrameType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from kdabench import adaptive, build, worker
+from kdabench import build, worker
 from kdabench import device as devices
 from kdabench.clock import EXHAUSTED, ReplayedClock
 from kdabench.grid import Case
@@ -32,6 +32,9 @@ from kdabench.measure import Contest, Plan, Round, run_contest, twin_verdict, tw
 from kdabench.process import Worker, WorkerLostError, WorkerMain
 from kdabench.records import Candidate, Cell, Record, Status, load
 from kdabench.sweep import Sweep
+
+if TYPE_CHECKING:
+    from kdabench import adaptive
 
 REPLAY = "replay:"
 _LEASE_S = 600.0
@@ -206,9 +209,12 @@ class _Queue:
         self, sweep: Sweep, share: Share, journal: Journal, target: float | None, begun: Collection[Cell]
     ) -> None:
         self._journal, self._processes = journal, sweep.processes
-        self.cells = sweep.cells[share[0] - 1 :: share[1]] if target is None else adaptive.part(sweep.cells, *share)
-        self._course = None
+        self.cells = sweep.cells[share[0] - 1 :: share[1]]
+        self._course: adaptive.Course | None = None
         if target is not None:
+            from kdabench import adaptive  # which needs numpy
+
+            self.cells = adaptive.part(sweep.cells, *share)
             self._course = adaptive.Course(self.cells, sweep.candidates, sweep.processes, begun, target)
             left = set(self.left)
             for pair in self._pairs():
@@ -280,6 +286,8 @@ class _Progress:
 
 def _replay(sweep: Sweep, queue: _Queue, journal: Journal, folder: Path, plan: Plan, progress: _Progress) -> None:
     """Sampling and stopping, run on recorded samples."""
+    if not queue.left:
+        return
     recorded, known = _recorded(folder, sweep), devices.load_envs(folder)
     envs: set[str] = set()
     for cell, process in queue:

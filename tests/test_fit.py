@@ -96,7 +96,7 @@ def test_the_search_is_exact(seed: int, failures: float, rules: dict[str, Candid
     picked = regret.picks(grid, emit.load(emit.emit(found)).ranked)
     costs = np.nan_to_num(regret.log_regret(grid, picked), nan=1e4)
     for kind in policy.STEP_KINDS:
-        solved = ladder.solve(grid, kind, ladder.singles(grid), SMS)
+        (solved,) = ladder.solve([grid], kind, ladder.singles(grid), SMS)
         least = brute_force(times, kind, rules)
         assert solved.cost == pytest.approx(least, abs=1e-6)
         mine = [cost for cell, cost in zip(grid.cells, costs, strict=True) if cell.kind == kind]

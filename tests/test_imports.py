@@ -49,9 +49,15 @@ def loaded(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize("module", ["kdabench", "kdabench.cli"])
+@pytest.mark.parametrize("module", ["kdabench", "kdabench.cli", "kdabench.session"])
 def test_start_up_loads_nothing_heavy(module: str) -> None:
     assert loaded(f"import {module}") & set(HEAVY) == set()
+
+
+def test_a_sweep_is_read_without_anything_heavy() -> None:
+    file = str(ROOT / "sweeps" / "dispatch.toml")
+    statement = f"from pathlib import Path; from kdabench.cli import inputs; inputs.load_sweep(Path({file!r}), 132)"
+    assert loaded(statement) & set(HEAVY) == set()
 
 
 def test_help_loads_nothing_heavy() -> None:

@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import fields
+from itertools import product
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -207,13 +210,15 @@ def standard(name: str) -> sweep.Sweep:
     return sweep.load(SWEEPS / f"{name}.toml", known_specs(), SMS)
 
 
-@pytest.mark.parametrize("name", ["dispatch", "quick", "targets", "commit", "splits"])
+@pytest.mark.parametrize("name", ["dispatch", "quick", "targets", "commit", "splits", "grid"])
 def test_standard_files(name: str) -> None:
     found = standard(name)
     assert found.question.endswith(("?", "."))
-    assert found.processes == (1 if name in ("quick", "splits") else 3)
-    assert {c.context for c in found.cells} == {"layer" if name in ("dispatch", "quick") else "isolated"}
-    assert len(found.cells) * len(found.candidates) * found.processes < 25_000
+    assert found.processes == (1 if name in ("quick", "splits", "grid") else 3)
+    layer = {c.kind for c in found.cells if c.context == "layer"}
+    assert {c.context for c in found.cells} <= {"layer", "isolated"}
+    assert layer == ({c.kind for c in found.cells} - {"flush"} if name in ("dispatch", "quick") else set())
+    assert len(found.cells) * len(found.candidates) * found.processes < 50_000
     gpu = Gpu("sm_90a", SMS)
     for candidate in found.candidates:
         module = variants.load(candidate.variant)
@@ -225,7 +230,7 @@ def test_standard_files(name: str) -> None:
 def test_the_dispatch_sweep_covers_the_policy() -> None:
     found = standard("dispatch")
     assert {(c.kind, c.tokens) for c in found.cells} == {
-        ("decode", 1), ("record", 2), ("record", 4), ("record", 8), ("spec", 4)}  # fmt: skip
+        ("decode", 1), ("spec", 4), *product(("record", "replay", "flush"), (2, 4, 8))}  # fmt: skip
     requests = {c.requests for c in found.cells if c.heads == 12 and c.kind == "decode"}
     assert {1, 2, 4, 8, 16, 32, 64, 128, 256} < requests
     assert requests >= set(wave_requests(12, [1, 2, 4, 8], SMS, 1, 256))
@@ -242,6 +247,14 @@ def test_commits_fit_into_memory() -> None:
     assert 50e9 < max(sizes) < 100e9
     items = [c.items for c in cells if c.layers == 1]
     assert (min(items), max(items)) == (12, 24576)
+
+
+@pytest.mark.parametrize("name", variants.NAMES)
+def test_options_are_read_as_python_reads_them(name: str) -> None:
+    spec = variants.load(name).Spec
+    hints = get_type_hints(spec)
+    first = {field.name: next(iter(get_args(hints[field.name])), hints[field.name]) for field in fields(spec)}
+    assert known_specs()[name] == {key: one if isinstance(one, type) else type(one) for key, one in first.items()}
 
 
 def test_the_data_modules_import_nothing_heavy() -> None:

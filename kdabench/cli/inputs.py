@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -103,20 +104,30 @@ def headline(device: Device, asked: str, results: Path) -> str:
 
 
 def known_specs() -> dict[str, dict[str, type]]:
-    """Options of every variant by name, and their types."""
+    """Options of every variant by name, and their types. Read from the sources: to import them takes seconds."""
     from kda_kernels import variants
 
-    return {name: option_types(variants.load(name).Spec) for name in variants.NAMES}
+    return {name: option_types(variants.source(name)) for name in variants.NAMES}
 
 
-def option_types(spec: type) -> dict[str, type]:
-    """int, str or bool for each field; of `int | None` and of literals the type of the first."""
-    hints = get_type_hints(spec)
-    found = {}
-    for field in fields(spec):
-        first = next(iter(get_args(hints[field.name])), hints[field.name])
-        found[field.name] = first if isinstance(first, type) else type(first)
-    return found
+def option_types(source: Path) -> dict[str, type]:
+    """int, str or bool for each field of a variant's Spec; of `int | None` and of literals the type of the first."""
+    tree = ast.parse(source.read_text(encoding="utf-8"))
+    spec = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Spec")
+    return {
+        ast.unparse(field.target): _type(field.annotation) for field in spec.body if isinstance(field, ast.AnnAssign)
+    }
+
+
+def _type(annotation: ast.expr) -> type:
+    match annotation:
+        case ast.Name(id):
+            return {"int": int, "str": str, "bool": bool}[id]
+        case ast.BinOp(left=first):
+            return _type(first)
+        case ast.Subscript(slice=ast.Tuple(elts=[ast.Constant(value), *_])):
+            return type(value)
+    raise TypeError(f"{ast.unparse(annotation)}: not the type of an option")
 
 
 def require_sweep_file(path: Path) -> None:

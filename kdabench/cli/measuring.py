@@ -157,12 +157,12 @@ def parse_share(text: str) -> tuple[int, int]:
 
 def _target(adaptive: bool, percent: float | None) -> float | None:
     """As run_sweep takes it. Ends the command for a target without --adaptive."""
-    from kdabench.adaptive import TARGET
-
     if percent is not None and not adaptive:
         console.fail("--target: needs --adaptive")
     if not adaptive:
         return None
+    from kdabench.adaptive import TARGET
+
     return TARGET if percent is None else percent / 100
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import asdict, fields, replace
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -34,11 +35,20 @@ _MODULES = {
 NAMES = tuple(_MODULES)
 
 
-def load(name: str) -> ModuleType:
-    """The module of a variant. Raises KeyError naming the known ones."""
+def source(name: str) -> Path:
+    """The file of a variant's module. Raises KeyError naming the known ones."""
+    return Path(__file__).with_name(f"{_module(name)}.py")
+
+
+def _module(name: str) -> str:
     if name not in _MODULES:
         raise KeyError(f"unknown variant {name!r}; known: {', '.join(NAMES)}")
-    return import_module(f"kda_kernels.{_MODULES[name]}")
+    return _MODULES[name]
+
+
+def load(name: str) -> ModuleType:
+    """The module of a variant. Raises KeyError naming the known ones."""
+    return import_module(f"kda_kernels.{_module(name)}")
 
 
 def make_spec(name: str, choices: dict[str, Any]) -> Any:
