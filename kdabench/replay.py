@@ -2,7 +2,8 @@
 
 A flush commits all layers in one launch; what a layer pays is its share. So of the flush cells those with the most
 layers count, whatever their context: such a launch has no layer's neighbours. Between their item counts the share is
-interpolated, log over log; above them it grows with the items, below them it stays.
+interpolated, log over log; above them it grows with the items, below them it stays. So is the fastest record between
+the requests that were measured: an adaptive sweep need not have measured the record of every replay.
 """
 
 from __future__ import annotations
@@ -28,15 +29,26 @@ def with_flush(grid: Grid, records: Iterable[Record]) -> Grid:
     if not any(cell.kind == "replay" for cell in grid.cells):
         return grid
     flushes = _FlushTimes.of(records, grid)
-    record_at = {(c.heads, c.requests, c.tokens): i for i, c in enumerate(grid.cells) if c.kind == "record"}
+    rows: dict[tuple[int, int], list[int]] = {}
+    for i in sorted(np.flatnonzero(~np.isnan(grid.best)).tolist(), key=lambda i: grid.cells[i].items):
+        if grid.cells[i].kind == "record":
+            rows.setdefault((grid.cells[i].heads, grid.cells[i].tokens), []).append(i)
     column = np.full((len(grid.cells), 1, grid.process_us.shape[2]), np.nan)
     for i, cell in enumerate(grid.cells):
-        row = record_at.get((cell.heads, cell.requests, cell.tokens))
-        if cell.kind == "replay" and row is not None and not np.isnan(grid.best[row]):
-            fastest = int(np.nanargmin(grid.log_us[row]))
-            column[i, 0] = flushes.us(cell.items, cell.tokens) + grid.process_us[row, fastest]
+        if cell.kind == "replay":
+            row = rows.get((cell.heads, cell.tokens), [])
+            measured = ~np.isnan(grid.process_us[i]).all(axis=0)
+            column[i, 0, measured] = flushes.us(cell.items, cell.tokens) + _record_us(grid, row, cell.items)
     candidates = (*grid.candidates, Candidate.of(FLUSH, {}))
     return replace(grid, candidates=candidates, process_us=np.concatenate([grid.process_us, column], axis=1))
+
+
+def _record_us(grid: Grid, row: Sequence[int], items: int) -> float:
+    """Of the fastest record at so many items; NaN beyond what was measured. row: its cells by their items"""
+    if not row:
+        return math.nan
+    known = np.log([grid.cells[i].items for i in row])
+    return math.exp(np.interp(math.log(items), known, grid.best[row], left=np.nan, right=np.nan))
 
 
 @dataclass(frozen=True)
