@@ -2,8 +2,8 @@
 
 A flush commits all layers in one launch; what a layer pays is its share. So of the flush cells those with the most
 layers count, whatever their context: such a launch has no layer's neighbours. Between their item counts the share is
-interpolated, log over log; above them it grows with the items, below them it stays. So is the fastest record between
-the requests that were measured: an adaptive sweep need not have measured the record of every replay.
+interpolated, log over log; above them it grows with the items, below them it stays. An adaptive sweep need not have
+measured the record of every replay: between the requests that it has, the fastest record's time is taken as linear.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def _record_us(grid: Grid, row: Sequence[int], items: int) -> float:
     """Of the fastest record at so many items; NaN beyond what was measured. row: its cells by their items"""
     if not row:
         return math.nan
-    known = np.log([grid.cells[i].items for i in row])
-    return math.exp(np.interp(math.log(items), known, grid.best[row], left=np.nan, right=np.nan))
+    known = [grid.cells[i].items for i in row]
+    return float(np.interp(items, known, np.exp(grid.best[row]), left=np.nan, right=np.nan))
 
 
 @dataclass(frozen=True)
