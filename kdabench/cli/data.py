@@ -299,13 +299,17 @@ def plot(
 
 
 def _fullest(files: Mapping[str, Sequence[Record]]) -> list[Record]:
-    """For each question the records of the file that has most of them: sessions are not mixed in one figure."""
+    """For each question the records of the file that has most of its cells: sessions are not mixed in one figure.
+
+    Held-out cells are scattered on purpose, and not drawn.
+    """
     from kdabench.curves import Question, by_question
 
     best: dict[Question, list[Record]] = {}
-    for records in files.values():
-        for question, group in by_question(records).items():
-            best[question] = max(best.get(question, []), group, key=len)
+    for name, records in files.items():
+        if name != "holdout.jsonl":
+            for question, group in by_question(records).items():
+                best[question] = max(best.get(question, []), group, key=lambda rows: len({r.cell for r in rows}))
     return [record for group in best.values() for record in group]
 
 
