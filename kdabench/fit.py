@@ -273,12 +273,16 @@ def _step_options(grid: Grid, parts: _Parts) -> dict[str, dict[tuple[str, int], 
 
 
 def _keys(grid: Grid, module: ModuleType) -> dict[int, dict[tuple[int, int], tuple[int, int]]]:
-    """heads -> (requests, tokens) -> (row pitch, gate mode of what is picked) of the measured keys.
+    """heads -> (requests, tokens) -> (row pitch, gate mode of what is picked).
 
+    Of every count of requests that was measured anywhere: an adaptive sweep leaves out those that follow from others.
     Of kind record, where both kinds of window were measured.
     """
     found: dict[int, dict[tuple[int, int], tuple[int, int]]] = {}
-    for heads, requests, tokens, kind in sorted({(c.heads, c.requests, c.tokens, c.kind) for c in grid.cells}):
+    steps = {(c.heads, c.tokens, c.kind) for c in grid.cells}
+    every = {c.requests for c in grid.cells}
+    keys = sorted((heads, requests, tokens, kind) for heads, tokens, kind in steps for requests in every)
+    for heads, requests, tokens, kind in keys:
         if kind == "replay" or (requests, tokens) in found.get(heads, {}):
             continue  # record sorts before spec
         own = (c for c in module.ranked(heads, requests, tokens, kind) if c.variant != "stock")

@@ -752,6 +752,7 @@ from kdabench.cli import measuring
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     here = Path({str(tmp_path)!r})
     sweep = workers.make_sweep(here, (workers.candidate(1), workers.candidate(2)), requests=tuple(range(1, 400)))
     try:

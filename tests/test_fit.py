@@ -393,13 +393,13 @@ def test_keys_name_pitch_and_gate_mode() -> None:
 
 
 def test_gate_mode_of_the_schedule_that_is_picked() -> None:
-    """Per token count, and of kind record where both kinds have a schedule."""
+    """Per token count, and of kind record where both kinds have a schedule; of all counts of requests there are."""
     modes = [Candidate.of("KdaSplit", {"split": 1, "gate_mode": m}) for m in (0, 2)]
     fastest = {Cell("record", 1, 12, 2): 2, Cell("record", 1, 12, 4): 0, Cell("spec", 1, 12, 4): 2,
                Cell("spec", 1, 12, 8): 2, Cell("record", 9, 12, 4): 0}  # fmt: skip
     times = {(cell, c): 1.0 if c.spec["gate_mode"] == mode else 2.0 for cell, mode in fastest.items() for c in modes}
     keys = run(records_of(times))[0].policies[12]
-    assert keys == {(1, 2): (6288, 2), (1, 4): (6288, 0), (1, 8): (6288, 2), (9, 4): (6288, 0)}
+    assert keys == {(r, q): (6288, mode) for r in (1, 9) for q, mode in ((2, 2), (4, 0), (8, 2))}
 
 
 def thresholds_alone(rows: Sequence[Record]) -> tuple[regret.Grid, Any, regret.Ints]:

@@ -140,7 +140,7 @@ def test_gate_mode_of_the_key_overrides_the_policys() -> None:
 
 def test_falls_through_what_is_unsupported() -> None:
     policy = Only(
-        Choice("KdaFusedWS", {}),
+        Choice("KdaNext", {}),
         Choice("KdaWS", {"gate_mode": 2}),
         Choice("KdaSplit", {"split": 3}),
         Choice("KdaSplit", {"split": 2, "threads": 128}),
@@ -150,13 +150,13 @@ def test_falls_through_what_is_unsupported() -> None:
     (row,) = kda.prepare(meta(2), H200, policy)
     assert (row.variant, row.options["split"]) == ("KdaSplit", 2)
     for part in (
-        "KdaFusedWS: not in",
+        "KdaNext: not in",
         "KdaWS: gate_mode=2",
         "KdaSplit: split=3 is not",
         "default (",
     ):
         assert part in row.reason
-    with pytest.raises(ValueError, match=r"key 4: no variant takes it; KdaFusedWS: not in this version"):
+    with pytest.raises(ValueError, match=r"key 4: no variant takes it; KdaNext: not in this version"):
         kda.prepare(meta(2), H200, Only(policy.choices[0]))
     assert list(kda._steps) == [4]  # a failed call changes nothing
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import optuna
@@ -134,18 +133,20 @@ def recorded_tasks(bench: RecordedBench, cells: Sequence[Cell], variant: str) ->
     ]
 
 
-def test_a_quarter_of_the_recorded_grid_is_enough() -> None:
-    """Decodes of the H200: over all cells within 1 % of the exhaustive best, with each of five seeds."""
-    path = ROOT / "results" / "nvidia-h200" / "dispatch.jsonl"
+@pytest.mark.parametrize("sampler", ["tpe", "transfer"])
+def test_a_quarter_of_the_recorded_grid_is_enough(sampler: Any) -> None:
+    """Decodes of the H200, 168 candidates in each: within 1 % of the exhaustive best, with each of five seeds."""
+    path = ROOT / "results" / "nvidia-h200" / "grid.jsonl"
     lines = [line for line in path.read_text().splitlines() if '"decode"' in line and '"KdaSplit"' in line]
     bench = RecordedBench([Record.from_json(json.loads(line)) for line in lines])
     tasks = recorded_tasks(bench, bench.cells, "KdaSplit")
+    assert [len(t.space.points) for t in tasks] == [168] * 4
     best = [min(us for p in t.space.points if (us := bench.time_us(t.cell, p.candidate))) for t in tasks]
     for seed in range(5):
-        options = tune.Options(seed=seed, share=0.25, finalists=0, processes=0)
+        options = tune.Options(sampler=sampler, seed=seed, share=0.25, finalists=0, processes=0)
         outcomes = tune.run(tasks, bench, InMemoryStorage(), options).outcomes
-        assert all(len(o.finished) <= len(o.task.space.points) / 4 for o in outcomes)
-        assert fmean(math.log(o.best_so_far()[-1] / us) for o, us in zip(outcomes, best, strict=True)) <= math.log(1.01)
+        assert all(len(o.finished) <= 42 for o in outcomes)
+        assert all(o.best_so_far()[-1] <= 1.01 * us for o, us in zip(outcomes, best, strict=True))
 
 
 # --- studies ----------------------------------------------------------------------------------------------------------
