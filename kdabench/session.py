@@ -290,13 +290,14 @@ def _replay(sweep: Sweep, queue: _Queue, journal: Journal, folder: Path, plan: P
         return
     recorded, known = _recorded(folder, sweep), devices.load_envs(folder)
     envs: set[str] = set()
+    missing: list[tuple[Cell, int]] = []
     for cell, process in queue:
         if progress.spent:
-            return
+            break
         records = recorded.get((cell, process), [])
         wanted = [r for r in records if r.candidate in sweep.candidates]
         if not wanted:
-            progress.note(f"not recorded: {cell.kind} requests={cell.requests} heads={cell.heads} process={process}")
+            missing.append((cell, process))
         for digest in {r.env for r in wanted} - envs:
             envs.add(journal.add_env(known[digest]))
         timed = [r for r in wanted if r.samples_us]
@@ -331,6 +332,10 @@ def _replay(sweep: Sweep, queue: _Queue, journal: Journal, folder: Path, plan: P
             process,
             {r.candidate: contest.samples.get(r.candidate, r.samples_us) for r in timed if r.status == "ok"},
         )
+    if missing:
+        cell, process = missing[0]
+        first = f"{cell.kind} requests={cell.requests} heads={cell.heads} tokens={cell.tokens} process={process}"
+        progress.note(f"not recorded: {len(missing)} cells and processes, {first} the first of them")
 
 
 def _replayed_outcome(record: Record, contest: Contest) -> tuple[Status, str | None]:

@@ -239,6 +239,12 @@ def test_the_dispatch_sweep_covers_the_policy() -> None:
     assert any(pdl for _, pdl in splits)
 
 
+def test_a_replay_finds_the_quick_sweep_in_the_dispatch_sweep() -> None:
+    quick, dispatch = standard("quick"), standard("dispatch")
+    assert set(quick.candidates) <= set(dispatch.candidates)
+    assert set(quick.cells) <= set(dispatch.cells)
+
+
 def test_commits_fit_into_memory() -> None:
     """Both pages of every item and its records, over all layers, in a 139 GB GPU."""
     page = 32 * 1024
