@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -195,9 +196,10 @@ def test_sizes_share_a_binary() -> None:
     assert second.binary.compile_s == first.binary.compile_s
 
 
-def test_no_cluster_barrier_asks_how_it_was_launched() -> None:
+def test_no_cluster_barrier_asks_how_it_was_launched(tmp_path: Path) -> None:
     p = split.plan(problem("decode"), spec(SHAPES[4]))
-    ptx = cute.compile(split._host, arguments.placeholder(), p, options="--keep-ptx --gpu-arch sm_90a").__ptx__
+    options = f"--keep-ptx --dump-dir={tmp_path} --gpu-arch sm_90a"
+    ptx = cute.compile(split._host, arguments.placeholder(), p, options=options).__ptx__
     assert ".reqnctapercluster 4, 1, 1" in ptx
 
 
