@@ -2,8 +2,10 @@
 
 import os
 import tempfile
+from collections.abc import Iterator
 
 import hypothesis
+import pytest
 import torch
 
 if not torch.cuda.is_available():
@@ -16,3 +18,11 @@ os.environ["KDABENCH_LOCKS"] = tempfile.mkdtemp(prefix="kdabench-locks-")
 hypothesis.settings.register_profile("repeatable", derandomize=True)
 hypothesis.settings.register_profile("search", max_examples=1000)
 hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="module")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Binaries are compiled here, not taken from an earlier run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KDA_KERNELS_CACHE", str(tmp_path_factory.mktemp("cubin")))
+        yield

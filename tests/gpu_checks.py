@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from kda_kernels import compare, reference
@@ -105,3 +106,17 @@ def longer_records(o: StepOperands) -> StepOperands:
 def bf16_weights(o: StepOperands) -> StepOperands:
     assert o.conv_bias is not None
     return replace(o, conv_weight=o.conv_weight.bfloat16(), conv_bias=o.conv_bias.bfloat16())
+
+
+layouts_and_weights = pytest.mark.parametrize(
+    ("change", "choices"),
+    [
+        (lambda o: o, {}),
+        (any_strides, {"streamable": False}),
+        (longer_window, {"window": 13}),
+        (bf16_weights, {"conv_weight_dtype": "bf16"}),
+        (lambda o: replace(o, conv_bias=None), {}),
+    ],
+    ids=["plain", "any strides", "longer window", "bf16 weights", "no bias"],
+)
+"""What is changed in the operands, and the kernel's choices that take it."""

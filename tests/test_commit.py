@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import re
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compiled import Recorder, sass_of
 
 from kda_kernels import commit, cubin
 from kda_kernels.gpu import Gpu
@@ -21,12 +21,7 @@ H200 = Gpu("sm_90a", 132)
 THIRD_OF_AN_SM = 233_472 // 3 - 1024
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> object:
-    """Binaries are compiled here, not taken from an earlier run."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KDA_KERNELS_CACHE", str(tmp_path_factory.mktemp("cubin")))
-        yield
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def problem(state_dtype: str = "bf16", kind: str = "commit", **sizes: int) -> Problem:
@@ -152,12 +147,7 @@ def test_sizes_and_launch_options_share_one_binary() -> None:
 
 
 def disassembly(spec: commit.Spec, folder: Path) -> str:
-    import triton
-
-    path = folder / "commit.cubin"
-    path.write_bytes(commit.compile(problem(), spec, H200).binary.image)
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    return subprocess.run([tool, "-c", path], check=True, capture_output=True, text=True).stdout
+    return sass_of(commit.compile(problem(), spec, H200).binary.image, folder)
 
 
 def test_every_access_to_a_page_is_16_bytes_wide(tmp_path: Path) -> None:
@@ -185,16 +175,9 @@ def test_loads_are_in_flight_together(form: tuple[str, int, int], tmp_path: Path
         assert set(re.findall(r"\bSTG\.\S+", sass)) == {f"STG.E.EF.{width}"}
 
 
-class _Recorder:
-    """In place of a loaded binary: keeps what a launch passes."""
-
-    def launch(self, grid: tuple[int, int, int], values: tuple[int | float, ...], stream: int, pdl: bool) -> None:
-        self.grid, self.values, self.stream, self.pdl = grid, values, stream, pdl
-
-
 def test_launch_passes_addresses_and_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     of = problem()
-    recorder = _Recorder()
+    recorder = Recorder()
     monkeypatch.setattr(cubin, "launcher", lambda _: recorder)
     compiled = commit.compile(of, commit.Spec(heads_per_cta=4, pdl=True), H200)
     operands = make_commit(of, seed=1, device="cpu")
@@ -210,7 +193,7 @@ def test_launch_passes_addresses_and_sizes(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_launch_refuses_operands_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cubin, "launcher", lambda _: _Recorder())
+    monkeypatch.setattr(cubin, "launcher", lambda _: Recorder())
     compiled = commit.compile(problem(), commit.Spec(), H200)
     with pytest.raises(ValueError, match="compiled for bf16"):
         commit.launch(compiled, make_commit(problem("fp32"), seed=1, device="cpu"), 0)

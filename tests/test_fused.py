@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import simt
 import simt_cluster
 import torch
+from compiled import Recorder, sass_of
 
 from kda_kernels import arguments, cubin, fused
 from kda_kernels.gpu import Gpu
@@ -27,12 +27,7 @@ LINE_CHOICES: dict[str, Any] = {"source": "shared", "fold": "late", "state_first
 LINES = fused.Spec(**LINE_CHOICES)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> object:
-    """Binaries are compiled here, not taken from an earlier run."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KDA_KERNELS_CACHE", str(tmp_path_factory.mktemp("cubin")))
-        yield
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def problem(tokens: int = 8, **more: Any) -> Problem:
@@ -324,12 +319,7 @@ def test_sizes_and_launch_options_share_one_binary() -> None:
 
 
 def disassembled(spec: fused.Spec, tokens: int, folder: Path) -> str:
-    import triton
-
-    path = folder / "fused.cubin"
-    path.write_bytes(fused.compile(problem(tokens), spec, H200).binary.image)
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    return subprocess.run([tool, "-c", path], check=True, capture_output=True, text=True).stdout
+    return sass_of(fused.compile(problem(tokens), spec, H200).binary.image, folder)
 
 
 @pytest.mark.parametrize(("tokens", "fold_mmas"), [(4, 16), (8, 32)])
@@ -355,15 +345,8 @@ def test_no_load_waits_for_the_count_of_pending_tokens(spec: fused.Spec, tokens:
     assert not re.search(rf"\b{count[1]}\b", before[count.end() : last])
 
 
-class _Recorder:
-    """In place of a loaded binary: keeps what a launch passes."""
-
-    def launch(self, grid: tuple[int, int, int], values: tuple[int | float, ...], stream: int, pdl: bool) -> None:
-        self.grid, self.values, self.stream, self.pdl = grid, values, stream, pdl
-
-
 def test_launch_passes_addresses_and_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = _Recorder()
+    recorder = Recorder()
     monkeypatch.setattr(cubin, "launcher", lambda _: recorder)
     of = problem()
     compiled = fused.compile(of, fused.Spec(4, 128, pdl=True), H200)
@@ -378,7 +361,7 @@ def test_launch_passes_addresses_and_sizes(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_launch_refuses_operands_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cubin, "launcher", lambda _: _Recorder())
+    monkeypatch.setattr(cubin, "launcher", lambda _: Recorder())
     of = problem()
     compiled = fused.compile(of, fused.Spec(), H200)
     operands = make_step(of, seed=1, device="cpu")

@@ -4,7 +4,6 @@ it."""
 from __future__ import annotations
 
 import re
-import subprocess
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import simt
 import simt_cluster
 import torch
+from compiled import Recorder, sass_of
 
 from kda_kernels import cubin, fused_ws, stream, variants
 from kda_kernels.arguments import Arguments
@@ -26,12 +26,7 @@ GPUS = {"sm_90a": Gpu("sm_90a", 132), "sm_100a": Gpu("sm_100a", 148), "sm_103a":
 H200 = GPUS["sm_90a"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> object:
-    """Binaries are compiled here, not taken from an earlier run."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KDA_KERNELS_CACHE", str(tmp_path_factory.mktemp("cubin")))
-        yield
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def problem(tokens: int = 8, **more: Any) -> Problem:
@@ -256,12 +251,7 @@ def test_launch_options_and_sizes_share_a_binary() -> None:
 @pytest.mark.parametrize("tokens", [4, 8])
 def test_gate_weights_stay_and_states_stream(tokens: int, tmp_path: Path) -> None:
     """Gate weights are loaded at the start and behind a change of heads, not per item; states by cp.async alone."""
-    import triton
-
-    path = tmp_path / "fused_ws.cubin"
-    path.write_bytes(fused_ws.compile(problem(tokens), fused_ws.Spec(), H200).binary.image)
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    text = subprocess.run([tool, "-c", path], check=True, capture_output=True, text=True).stdout
+    text = sass_of(fused_ws.compile(problem(tokens), fused_ws.Spec(), H200).binary.image, tmp_path)
     assert not re.findall(r"\b(?:STL|LDL)\b", text)
     assert len(re.findall(r"\bLDG\.E\.64\b", text)) == 2 * 16
     assert not re.findall(r"\bLDG\.E\.128\b", text)
@@ -272,15 +262,8 @@ def test_gate_weights_stay_and_states_stream(tokens: int, tmp_path: Path) -> Non
     assert len(re.findall(r"\bHMMA\.16816\.F32\.BF16\b", text)) == 8 + 3 * tiles + fold + 6 * tiles + 2 * tiles
 
 
-class _Recorder:
-    """In place of a loaded binary: keeps what a launch passes."""
-
-    def launch(self, grid: tuple[int, int, int], values: tuple[int | float, ...], stream: int, pdl: bool) -> None:
-        self.grid, self.values, self.stream, self.pdl = grid, values, stream, pdl
-
-
 def test_launch_passes_addresses_and_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = _Recorder()
+    recorder = Recorder()
     monkeypatch.setattr(cubin, "launcher", lambda _: recorder)
     of = problem(4, requests=5, heads=3)
     compiled = fused_ws.compile(of, fused_ws.Spec(pdl=True), Gpu("sm_90a", 2))
@@ -310,7 +293,7 @@ def test_launch_passes_addresses_and_sizes(monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_launch_refuses_operands_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, change: Any, reason: str) -> None:
-    monkeypatch.setattr(cubin, "launcher", lambda _: _Recorder())
+    monkeypatch.setattr(cubin, "launcher", lambda _: Recorder())
     of = problem()
     compiled = fused_ws.Compiled(None, fused_ws.plan(of, fused_ws.Spec()), 132, False)  # type: ignore[arg-type]
     operands = make_step(of, seed=1, device="cpu")

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 from gpu_checks import (
-    any_strides,
-    bf16_weights,
     check,
     check_far_pages,
     check_repeatable,
+    layouts_and_weights,
     longer_records,
-    longer_window,
 )
 
 from kda_kernels import split, split_chunked
@@ -83,17 +81,7 @@ def test_choices(shape: tuple[int, int], tokens: int, dtype: Any, choices: dict[
 @pytest.mark.parametrize("shape", FEW)
 @pytest.mark.parametrize("tokens", [3, 8])
 @pytest.mark.parametrize("layout", ["dim-first", "window-major"])
-@pytest.mark.parametrize(
-    ("change", "choices"),
-    [
-        (lambda o: o, {}),
-        (any_strides, {"streamable": False}),
-        (longer_window, {"window": 13}),
-        (bf16_weights, {"conv_weight_dtype": "bf16"}),
-        (lambda o: replace(o, conv_bias=None), {}),
-    ],
-    ids=["plain", "any strides", "longer window", "bf16 weights", "no bias"],
-)
+@layouts_and_weights
 def test_layouts_and_weights(
     shape: tuple[int, int],
     tokens: int,

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from gpu_checks import (
-    any_strides,
-    bf16_weights,
     check,
     check_far_pages,
     check_repeatable,
+    layouts_and_weights,
     longer_records,
-    longer_window,
 )
 
 from kda_kernels import wide
@@ -81,17 +78,7 @@ def test_spec_goes_on_from_any_token_in_place(tokens: int, dtype: Any) -> None:
 
 @pytest.mark.parametrize(("kind", "tokens", "form"), FEW)
 @pytest.mark.parametrize("layout", ["dim-first", "window-major"])
-@pytest.mark.parametrize(
-    ("change", "choices"),
-    [
-        (lambda o: o, {}),
-        (any_strides, {"streamable": False}),
-        (longer_window, {"window": 13}),
-        (bf16_weights, {"conv_weight_dtype": "bf16"}),
-        (lambda o: replace(o, conv_bias=None), {}),
-    ],
-    ids=["plain", "any strides", "longer window", "bf16 weights", "no bias"],
-)
+@layouts_and_weights
 def test_layouts_and_weights(
     kind: Any,
     tokens: int,

@@ -14,6 +14,7 @@ import pytest
 import simt
 import simt_cluster
 import torch
+from compiled import odd
 
 from kda_kernels import arguments, split
 from kda_kernels.gpu import Gpu
@@ -26,12 +27,7 @@ SHAPES = ((1, 256, 16), (1, 512, 32), (2, 256, 16), (2, 128, 32), (4, 128, 16), 
 """split, threads, lanes per row: those of the schedules."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> object:
-    """Binaries are compiled here, not taken from an earlier run."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KDA_KERNELS_CACHE", str(tmp_path_factory.mktemp("cubin")))
-        yield
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def problem(kind: str, tokens: int = 1, **sizes: Any) -> Problem:
@@ -201,13 +197,6 @@ def test_no_cluster_barrier_asks_how_it_was_launched(tmp_path: Path) -> None:
     options = f"--keep-ptx --dump-dir={tmp_path} --gpu-arch sm_90a"
     ptx = cute.compile(split._host, arguments.placeholder(), p, options=options).__ptx__
     assert ".reqnctapercluster 4, 1, 1" in ptx
-
-
-def odd(window: torch.Tensor) -> torch.Tensor:
-    """The same window with slots that are not 16-byte aligned."""
-    slots, channels, entries = window.shape
-    storage = torch.zeros(slots * (channels * entries + 1), dtype=window.dtype)
-    return storage.as_strided(window.shape, (channels * entries + 1, entries, 1))
 
 
 @pytest.mark.parametrize(

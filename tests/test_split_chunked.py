@@ -4,7 +4,6 @@ what the compiler made of it."""
 from __future__ import annotations
 
 import re
-import subprocess
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import simt
 import simt_cluster
 import torch
+from compiled import sass_of
 
 from kda_kernels import arguments, split, split_chunked
 from kda_kernels.gpu import Gpu
@@ -31,12 +31,7 @@ def spec(ctas: int = 8, threads: int = 128, gate_mode: int = 0, **choices: Any) 
     return split.Spec(split=ctas, threads=threads, gate_mode=gate_mode, form="chunked", **choices)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> object:
-    """Binaries are compiled here, not taken from an earlier run."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KDA_KERNELS_CACHE", str(tmp_path_factory.mktemp("cubin")))
-        yield
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def problem(tokens: int = 8, state_dtype: Any = "fp32", **sizes: Any) -> Problem:
@@ -222,20 +217,15 @@ def test_compiles_for_blackwell(arch: str, shape: tuple[int, int]) -> None:
 
 
 def test_products_and_sends_are_what_they_should_be(tmp_path: Path) -> None:
-    import triton
-
-    path = tmp_path / "kernel.cubin"
-    path.write_bytes(split_chunked.build(problem(), spec(8, 128), H200)[0].image)
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    sass = subprocess.run([tool, "-c", path], check=True, capture_output=True, text=True).stdout
+    text = sass_of(split_chunked.build(problem(), spec(8, 128), H200)[0].image, tmp_path)
     # Gate 8; pairs and state: 2 steps of 2 tiles, 3 products each.
-    assert len(re.findall(r"\bHMMA\.16816\.F32\.BF16\b", sass)) == 8 + 12 + 12
-    assert len(re.findall(r"\bSTAS\.128\b", sass)) == 2 * 7
-    assert len(re.findall(r"\bLDG\.E\.NA\.128\b", sass)) == 2 * 2
+    assert len(re.findall(r"\bHMMA\.16816\.F32\.BF16\b", text)) == 8 + 12 + 12
+    assert len(re.findall(r"\bSTAS\.128\b", text)) == 2 * 7
+    assert len(re.findall(r"\bLDG\.E\.NA\.128\b", text)) == 2 * 2
     # The slot first; the state before the first barrier.
-    loads = [m.start() for m in re.finditer(r"\bLDG(?:STS)?\b", sass)]
-    assert sass[loads[0] : loads[0] + 6] == "LDG.E "
-    assert loads[-1] < sass.index("BAR.SYNC")
+    loads = [m.start() for m in re.finditer(r"\bLDG(?:STS)?\b", text)]
+    assert text[loads[0] : loads[0] + 6] == "LDG.E "
+    assert loads[-1] < text.index("BAR.SYNC")
 
 
 def test_sizes_share_a_binary_and_the_order_of_loads_does_not() -> None:

@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import itertools
 import re
-import subprocess
 from dataclasses import replace
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import pytest
 import simt
 import simt_cluster
+from compiled import Recorder, items_of, sass_of
 
-from kda_kernels import cubin, stream, walk
+from kda_kernels import cubin, stream
 from kda_kernels.arguments import Arguments
 from kda_kernels.gpu import Gpu
 from kda_kernels.operands import make_step
@@ -26,12 +26,7 @@ H200 = GPUS["sm_90a"]
 TARGET_SIZES = [(12, 1), (96, 1), (12, 8), (12, 32), (12, 128), (12, 256), (96, 16), (96, 256), (1, 7), (3, 50)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> object:
-    """Binaries are compiled here, not taken from an earlier run."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KDA_KERNELS_CACHE", str(tmp_path_factory.mktemp("cubin")))
-        yield
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def problem(kind: str = "record", tokens: int = 8, state_dtype: str = "fp32", **more: Any) -> Problem:
@@ -73,27 +68,6 @@ def test_two_ctas_fit_an_sm(dtype: str, layout: str, window: int | None) -> None
         assert 2 * (p.smem_bytes + 1024) <= 233_472
         assert all(size % 128 == 0 for size in (*p.areas.values(), *p.stage_areas.values()))
         assert p.stages == 2 or kind != "decode"
-
-
-# The walk over items. The device functions are plain integer arithmetic: here they run on Python's.
-def plain(jitted: Any) -> Any:
-    """The Python function as written: the DSL rewrites the code of jit functions when a process first compiles."""
-    inner = jitted.__wrapped__
-    return FunctionType(inner.__code__, inner.__globals__, inner.__name__, inner.__defaults__, inner.__closure__)
-
-
-first_item = plain(walk.first_item)
-next_item = plain(walk.next_item)
-
-
-def items_of(cta: int, per: int, heads: int, requests: int) -> list[tuple[int, int]]:
-    """(head, request) of a CTA's items, in turn."""
-    item = first_item(cta, per, heads, requests)
-    found = []
-    for _ in range(min(per, heads * requests - cta * per)):
-        found.append((int(item.head), int(item.request)))
-        item = next_item(item, heads, requests)
-    return found
 
 
 @pytest.mark.parametrize(("heads", "requests"), TARGET_SIZES)
@@ -300,18 +274,9 @@ def test_launch_options_and_sizes_share_a_binary() -> None:
     assert ((first.sms, first.pdl), (second.sms, second.pdl)) == ((132, False), (114, True))
 
 
-def sass(compiled: stream.Compiled, folder: Path) -> str:
-    import triton
-
-    path = folder / "stream.cubin"
-    path.write_bytes(compiled.binary.image)
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    return subprocess.run([tool, "-c", path], check=True, capture_output=True, text=True).stdout
-
-
 def test_gate_weights_stay_and_states_stream(tmp_path: Path) -> None:
     """Gate weights are loaded at the start and behind a change of heads, not per item; states by cp.async alone."""
-    text = sass(stream.compile(problem("decode"), stream.Spec(), H200), tmp_path)
+    text = sass_of(stream.compile(problem("decode"), stream.Spec(), H200).binary.image, tmp_path)
     assert not re.findall(r"\b(?:STL|LDL)\b", text)
     assert len(re.findall(r"\bLDG\.E\.64\b", text)) == 2 * 16
     assert not re.findall(r"\bLDG\.E\.128\b", text)
@@ -319,15 +284,8 @@ def test_gate_weights_stay_and_states_stream(tmp_path: Path) -> None:
     assert len(re.findall(r"\bBAR\.SYNC", text)) == 1 + 2
 
 
-class _Recorder:
-    """In place of a loaded binary: keeps what a launch passes."""
-
-    def launch(self, grid: tuple[int, int, int], values: tuple[int | float, ...], stream: int, pdl: bool) -> None:
-        self.grid, self.values, self.stream, self.pdl = grid, values, stream, pdl
-
-
 def test_launch_passes_addresses_and_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = _Recorder()
+    recorder = Recorder()
     monkeypatch.setattr(cubin, "launcher", lambda _: recorder)
     of = problem(tokens=4, requests=5, heads=3)
     compiled = stream.compile(of, stream.Spec(pdl=True), Gpu("sm_90a", 2))
@@ -356,7 +314,7 @@ def test_launch_passes_addresses_and_sizes(monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_launch_refuses_operands_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, change: Any, reason: str) -> None:
-    monkeypatch.setattr(cubin, "launcher", lambda _: _Recorder())
+    monkeypatch.setattr(cubin, "launcher", lambda _: Recorder())
     of = problem()
     compiled = stream.Compiled(None, stream.plan(of, stream.Spec()), 132, False)  # type: ignore[arg-type]
     operands = make_step(of, seed=1, device="cpu")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +13,7 @@ import pytest
 import simt
 import simt_cluster
 import torch
+from compiled import Recorder, sass_of
 
 from kda_kernels import arguments, chunked, cubin, reference, wide
 from kda_kernels.gpu import Gpu
@@ -23,12 +23,7 @@ from kdabench.problem import HEAD_DIM, Problem
 H200 = Gpu("sm_90a", 132)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> object:
-    """Binaries are compiled here, not taken from an earlier run."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KDA_KERNELS_CACHE", str(tmp_path_factory.mktemp("cubin")))
-        yield
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture(scope="module")
@@ -149,19 +144,10 @@ def test_sizes_and_launch_options_share_one_binary() -> None:
     assert (first.pdl, second.pdl) == (False, True)
 
 
-def sass_of(compiled: wide.Compiled, folder: Path) -> str:
-    import triton
-
-    path = folder / "wide.cubin"
-    path.write_bytes(compiled.binary.image)
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    return subprocess.run([tool, "-c", path], check=True, capture_output=True, text=True).stdout
-
-
 @pytest.mark.parametrize("ctas", [2, 3])
 def test_a_line_is_multiplied_before_the_next_is_awaited(tmp_path: Path, ctas: int) -> None:
     spec = replace(CHUNKED, ctas=ctas)
-    sass = sass_of(wide.compile(problem(), spec, H200), tmp_path)
+    sass = sass_of(wide.compile(problem(), spec, H200).binary.image, tmp_path)
     assert not re.findall(r"\b(?:STL|LDL)\b", sass)
     assert len(re.findall(r"\bLDG\.E\.64\b", sass)) == 16 + 5  # gate weights; taps and bias
     # The first copies of the state follow the weights, so that these don't queue behind them.
@@ -377,15 +363,8 @@ def test_emulation_notices_a_missing_barrier(emulated: ModuleType, monkeypatch: 
     assert emulate(emulated, *CASES["decode"], seed=1) is not None
 
 
-class _Recorder:
-    """In place of a loaded binary: keeps what a launch passes."""
-
-    def launch(self, grid: tuple[int, int, int], values: tuple[int | float, ...], stream: int, pdl: bool) -> None:
-        self.grid, self.values, self.stream, self.pdl = grid, values, stream, pdl
-
-
 def test_launch_passes_addresses_and_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = _Recorder()
+    recorder = Recorder()
     monkeypatch.setattr(cubin, "launcher", lambda _: recorder)
     of = problem()
     compiled = wide.compile(of, replace(CHUNKED, pdl=True), H200)
@@ -400,7 +379,7 @@ def test_launch_passes_addresses_and_sizes(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_launch_refuses_operands_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cubin, "launcher", lambda _: _Recorder())
+    monkeypatch.setattr(cubin, "launcher", lambda _: Recorder())
     of = problem()
     compiled = wide.compile(of, CHUNKED, H200)
     operands = make_step(of, seed=1, device="cpu")

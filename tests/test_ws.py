@@ -6,18 +6,18 @@ from __future__ import annotations
 import itertools
 import random
 import re
-import subprocess
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import simt
 import simt_cluster
 import torch
+from compiled import Recorder, first_item, items_of, next_item, odd, plain, sass_of
 
 from kda_kernels import arguments, cubin, walk, ws, ws_plan, ws_prologue
 from kda_kernels.gpu import Gpu
@@ -28,12 +28,7 @@ GPUS = {arch: Gpu(arch, 132 if arch == "sm_90a" else 148) for arch in ("sm_90a",
 H200 = GPUS["sm_90a"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> object:
-    """Binaries are compiled here, not taken from an earlier run."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KDA_KERNELS_CACHE", str(tmp_path_factory.mktemp("cubin")))
-        yield
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def problem(tokens: int = 8, kind: Any = None, **sizes: Any) -> Problem:
@@ -102,26 +97,7 @@ def test_shared_memory_of_the_gpu_decides() -> None:
     assert ws.plan(problem(1, state_dtype="bf16"), ws.Spec(), H200).state_stages == 6
 
 
-# The walk over items. The device functions are plain integer arithmetic: here they run on Python's.
-def plain(jitted: Any) -> Callable[..., Any]:
-    """The Python function as written: the DSL rewrites the code of jit functions when a process first compiles."""
-    inner = jitted.__wrapped__
-    return FunctionType(inner.__code__, inner.__globals__, inner.__name__, inner.__defaults__, inner.__closure__)
-
-
-first_item = plain(walk.first_item)
-next_item = plain(walk.next_item)
 request_after = plain(ws_plan.request_after)
-
-
-def items_of(cta: int, per: int, heads: int, requests: int) -> list[tuple[int, int]]:
-    """(head, request) of a CTA's items, in turn."""
-    item = first_item(cta, per, heads, requests)
-    found = []
-    for _ in range(min(per, heads * requests - cta * per)):
-        found.append((int(item.head), int(item.request)))
-        item = next_item(item, heads, requests)
-    return found
 
 
 SIZES = [
@@ -562,28 +538,16 @@ def test_launch_options_and_sizes_share_a_binary() -> None:
 
 
 def test_the_product_is_on_tensor_cores_and_streams_by_16_bytes(tmp_path: Path) -> None:
-    import triton
-
-    path = tmp_path / "ws.cubin"
-    path.write_bytes(ws.compile(problem(8), ws.Spec(), H200).binary.image)
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    sass = subprocess.run([tool, "-c", path], check=True, capture_output=True, text=True).stdout
-    assert len(re.findall(r"\bHMMA\.16816\.F32\.BF16\b", sass)) == 8 + 48 + 6  # gate; state, three products; A and B
-    copies = re.findall(r"\bLDGSTS\.\S+", sass)
+    text = sass_of(ws.compile(problem(8), ws.Spec(), H200).binary.image, tmp_path)
+    assert len(re.findall(r"\bHMMA\.16816\.F32\.BF16\b", text)) == 8 + 48 + 6  # gate; state, three products; A and B
+    copies = re.findall(r"\bLDGSTS\.\S+", text)
     assert sum(c.endswith("128") and "LTC128B.128" in c for c in copies) >= 3 * 16
-    assert not re.findall(r"\b(?:STL|LDL)\b", sass)
-
-
-class _Recorder:
-    """In place of a loaded binary: keeps what a launch passes."""
-
-    def launch(self, grid: tuple[int, int, int], values: tuple[int | float, ...], stream: int, pdl: bool) -> None:
-        self.grid, self.values, self.stream, self.pdl = grid, values, stream, pdl
+    assert not re.findall(r"\b(?:STL|LDL)\b", text)
 
 
 def test_launch_passes_addresses_and_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     of = problem(4, requests=5, heads=3)
-    recorder = _Recorder()
+    recorder = Recorder()
     monkeypatch.setattr(cubin, "launcher", lambda _: recorder)
     compiled = ws.compile(of, ws.Spec(pdl=True), Gpu("sm_90a", 4))
     o = make_step(of, seed=1, device="cpu", pad=64)
@@ -592,13 +556,6 @@ def test_launch_passes_addresses_and_sizes(monkeypatch: pytest.MonkeyPatch) -> N
     assert (recorder.stream, recorder.pdl) == (7, True)
     assert len(recorder.values) == len(compiled.binary.parameters)
     assert recorder.values == arguments.values(o, 4)
-
-
-def odd(window: torch.Tensor) -> torch.Tensor:
-    """The same window with slots that are not 16-byte aligned."""
-    slots, channels, entries = window.shape
-    storage = torch.zeros(slots * (channels * entries + 1), dtype=window.dtype)
-    return storage.as_strided(window.shape, (channels * entries + 1, entries, 1))
 
 
 @pytest.mark.parametrize(
