@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 Format = Literal["module", "json", "constants"]
 
+HELD_OUT = "holdout.jsonl"
+"""In a device's folder: cells that no fit has seen, for the certificate."""
+
 _WIDTH = 120
 _BY_KIND = "dict[str, int | None]"
 _TYPES = {
@@ -97,7 +100,7 @@ def regenerate(folder: Path, default_schedule: Options | None = None, fresh: boo
     """
     from kdabench.fit import digest_of, fit, step_grid  # which itself evaluates emitted modules
 
-    path, beside = folder / "dispatch.jsonl", folder / "holdout.jsonl"
+    path, beside = folder / "dispatch.jsonl", folder / HELD_OUT
     loaded, weights, kept_back = records.load([path]), _weights(folder), held(folder)
     previous = None if fresh else _previous(folder, digest_of(loaded))
     policy, evidence = fit(

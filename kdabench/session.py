@@ -288,13 +288,16 @@ def _replay(sweep: Sweep, queue: _Queue, journal: Journal, folder: Path, plan: P
     """Sampling and stopping, run on recorded samples."""
     if not queue.left:
         return
-    recorded, known = _recorded(folder, sweep), devices.load_envs(folder)
+    known = devices.load_envs(folder)
+    by_pair: dict[tuple[Cell, int], list[Record]] = {}
+    for record in recorded(folder, sweep):
+        by_pair.setdefault((record.cell, record.process), []).append(record)
     envs: set[str] = set()
     missing: list[tuple[Cell, int]] = []
     for cell, process in queue:
         if progress.spent:
             break
-        records = recorded.get((cell, process), [])
+        records = by_pair.get((cell, process), [])
         wanted = [r for r in records if r.candidate in sweep.candidates]
         if not wanted:
             missing.append((cell, process))
@@ -380,14 +383,17 @@ def _replay_digest(sweep: Sweep, folder: Path) -> str:
     return "sha256:" + digest.hexdigest()
 
 
-def _recorded(folder: Path, sweep: Sweep) -> dict[tuple[Cell, int], list[Record]]:
-    """Records by cell and process; a cell that stands in several files is taken from the first of them."""
-    found: dict[tuple[Cell, int], list[Record]] = {}
+def recorded(folder: Path, sweep: Sweep) -> list[Record]:
+    """Records of the sweep's cells; a cell that stands in several files is taken from the first of them.
+
+    Raises ValueError if nothing is recorded there.
+    """
+    found: list[Record] = []
+    left = set(sweep.cells)
     for path in _replayed_paths(sweep, folder):
-        here: dict[tuple[Cell, int], list[Record]] = {}
-        for record in load([path]):
-            here.setdefault((record.cell, record.process), []).append(record)
-        found = {**here, **found}
+        here = [record for record in load([path]) if record.cell in left]
+        left -= {record.cell for record in here}
+        found += here
     return found
 
 

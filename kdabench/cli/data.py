@@ -304,10 +304,11 @@ def _fullest(files: Mapping[str, Sequence[Record]]) -> list[Record]:
     Held-out cells are scattered on purpose, and not drawn.
     """
     from kdabench.curves import Question, by_question
+    from kdabench.emit import HELD_OUT
 
     best: dict[Question, list[Record]] = {}
     for name, records in files.items():
-        if name != "holdout.jsonl":
+        if name != HELD_OUT:
             for question, group in by_question(records).items():
                 best[question] = max(best.get(question, []), group, key=lambda rows: len({r.cell for r in rows}))
     return [record for group in best.values() for record in group]

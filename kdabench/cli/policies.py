@@ -102,7 +102,9 @@ def _fitted(summary: Summary, envs: Mapping[str, Mapping[str, Any]], held: Mappi
 
 def _certifying(results: Path) -> dict[str, Any] | None:
     """The default schedule where a module's header compares with it: beside held-out cells. Else nothing is loaded."""
-    return inputs.default_schedule() if any(results.glob("*/holdout.jsonl")) else None
+    from kdabench.emit import HELD_OUT
+
+    return inputs.default_schedule() if any(results.glob(f"*/{HELD_OUT}")) else None
 
 
 def _write(outcome: _Outcome, plan: Sweep, summary: Summary, target: inputs.Device, folder: Path) -> list[Path]:

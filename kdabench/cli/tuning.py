@@ -78,6 +78,8 @@ def tune(
       kdabench tune sweeps/quick.toml --device replay:nvidia-h200 --space full --compare
     """
     from kdabench import tune as tuning
+    from kdabench.session import recorded
+    from kdabench.tune_bench import RecordedBench
 
     inputs.require_sweep_file(file)
     _one_of("--space", space, _SPACES)
@@ -97,7 +99,7 @@ def tune(
     title = f"{plan.stem} on {target.name}" + (", replay of recorded measurements" if target.replay else "")
     if target.replay:
         with console.user_input():
-            bench = _recorded_bench(plan, results / target.slug)
+            bench = RecordedBench(recorded(results / target.slug, plan))
         tasks = _tasks(plan, names, lambda cell, name: _recorded_points(bench, plan, cell, name, space == "full"))
         _require(tasks, file, names)
         if compare:
@@ -207,24 +209,6 @@ def _every(name: str, cell: Cell) -> Iterator[Candidate]:
     for values in product(*axes.values()):
         chosen = dict(zip(axes, values, strict=True))
         yield Candidate.of(name, {option: value for option, value in chosen.items() if value != plain[option]})
-
-
-def _recorded_bench(plan: Sweep, folder: Path) -> RecordedBench:
-    """Of the sweep's own records, else of all of the device; a cell in several files is taken from the first."""
-    from kdabench import records
-    from kdabench.tune_bench import RecordedBench
-
-    own = folder / f"{plan.stem}.jsonl"
-    paths = [own] if own.exists() else sorted(folder.glob("*.jsonl"))
-    if not paths:
-        raise ValueError(f"{folder}: no recorded measurements (*.jsonl)")
-    cells = set(plan.cells)
-    found: list[Any] = []
-    for path in paths:
-        here = [r for r in records.load([path]) if r.cell in cells]
-        cells -= {r.cell for r in here}
-        found += here
-    return RecordedBench(found)
 
 
 def _recorded_points(
