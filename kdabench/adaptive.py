@@ -5,8 +5,8 @@ neighbours a policy takes what is good at both, or changes from one's best to th
 there the most that this can lose is bounded by
 
 * the log ratio to each rival, interpolated over log items between its values at the two ends
-* where a wave of CTAs ends: a candidate that passes from w to w+1 waves takes up to log((w + 1) / w) longer at once,
-  though no longer than at the upper end, and no shorter than at the lower end before it
+* where a wave of CTAs ends, or one more than before must share an SM: what passes from w to w+1 takes up to
+  log((w + 1) / w) longer at once, though no longer than at the upper end, and no shorter than at the lower end before
 * a bend of the log ratios, which grows with the width
 
 What the cells between two neighbours could lose together is their bracket's potential: the larger, the sooner one of
@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -38,7 +39,14 @@ MOST = 15
 _RATIO = 16.0  # of the requests of a row's first cells
 _BEND = 0.02  # of a log ratio in the middle of a bracket whose items double, or more
 _DOUBT = 2.0  # standard errors within which a rival may be the fastest after all
+_PERSISTENT = {"KdaWS": 1, "KdaStream": 2, "KdaFusedWS": 2}  # CTAs per SM
 _MEDIAN = 1.2533  # standard error of a median over that of a mean
+
+
+def residents_of(candidate: Candidate) -> int:
+    """CTAs that an SM holds at a time, as the spec says, or the variant if it is persistent; 0 if neither does."""
+    spec = candidate.spec
+    return int(spec.get("ctas") or spec.get("ctas_per_sm") or _PERSISTENT.get(candidate.variant, 0))
 
 
 def rows_of(cells: Sequence[Cell]) -> list[tuple[Cell, ...]]:
@@ -121,10 +129,16 @@ class _Bracket:
 
 @dataclass
 class _Row:
-    """seen: by place, in process 0; absent: places of which nothing can be had; splits: [candidates] CTAs per item"""
+    """
+    splits     [candidates] CTAs per item
+    residents  [candidates] CTAs that an SM holds at a time; 0 where that isn't known
+    seen       by place, in process 0
+    absent     places of which nothing can be had
+    """
 
     cells: tuple[Cell, ...]
     splits: Ints
+    residents: Ints
     target: float
     seen: dict[int, _Seen] = field(default_factory=dict)
     absent: set[int] = field(default_factory=set)
@@ -199,7 +213,8 @@ class _Row:
         slower = np.minimum(self._jumps(self.items[low], between, sms), np.maximum(b - line, 0.0))
         faster = np.minimum(self._jumps(between, self.items[high], sms), np.maximum(line - a, 0.0))
         mine = np.arange(len(at)), picks
-        jumps = np.where(self.splits == self.splits[picks][:, None], 0.0, slower[mine][:, None] + faster)
+        alike = (self.splits == self.splits[picks][:, None]) & (self.residents == self.residents[picks][:, None])
+        jumps = np.where(alike, 0.0, slower[mine][:, None] + faster)
         bend = _BEND * min(1.0, width / math.log(2)) * 4 * at * (1 - at)
         lost = line[mine][:, None] - line + jumps + bend[:, None]
         lost[mine] = 0.0
@@ -207,12 +222,24 @@ class _Row:
         return bounds
 
     def _jumps(self, low: Ints, high: Ints, sms: int | None) -> Floats:
-        """[cells, candidates] by how much the first wave that ends from `low` items on, below `high`, raises a time."""
-        if sms is None:
-            return np.zeros((np.broadcast(low, high).size, len(self.splits)))
-        ctas_low, ctas_high = (np.atleast_1d(items)[:, None] * self.splits for items in (low, high))
-        waves = np.maximum(1, -(-ctas_low // sms))
-        return np.where(waves * sms < ctas_high, np.log1p(1 / waves), 0.0)
+        """[cells, candidates] by how much an edge between `low` and `high` items raises a time at most."""
+        jumps = np.zeros((np.broadcast(low, high).size, len(self.splits)))
+        for n, (split, residents) in enumerate(zip(self.splits, self.residents, strict=True)):
+            for ctas, jump in _edges(int(residents), sms, int(self.items[-1] * split)):
+                passed = (low * split <= ctas) & (ctas < high * split)
+                jumps[:, n] = np.maximum(jumps[:, n], np.where(passed, jump, 0.0))
+        return jumps
+
+
+@cache
+def _edges(residents: int, sms: int | None, most: int) -> tuple[tuple[int, float], ...]:
+    """CTAs, below `most`, beyond which a time steps up, and by how much at most: where the first SM gets one more than
+    before, and where a wave of all residents is full. Of residents that aren't known the first two SMs' share."""
+    if sms is None:
+        return ()
+    shared = [(n * sms, n) for n in range(1, residents or 3)]
+    waves = [(n * residents * sms, n) for n in range(1, most // (residents * sms) + 1)] if residents else []
+    return tuple((ctas, math.log1p(1 / n)) for ctas, n in shared + waves if ctas < most)
 
 
 class Course:
@@ -233,7 +260,8 @@ class Course:
         self._cells, self._candidates, self._processes = tuple(cells), tuple(candidates), processes
         self._target = target
         splits = np.array([int(c.spec.get("split", 1)) for c in candidates])
-        self._rows = [_Row(row, splits, target) for row in rows_of(cells)]
+        residents = np.array([residents_of(c) for c in candidates])
+        self._rows = [_Row(row, splits, residents, target) for row in rows_of(cells)]
         self._place = {cell: (n, at) for n, row in enumerate(self._rows) for at, cell in enumerate(row.cells)}
         first = {row.cells[at] for row in self._rows for at in row.first}
         self._wanted = first | set(begun)

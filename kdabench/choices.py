@@ -2,7 +2,7 @@
 
 Of the candidates within the tie band of a cell's best, any will do. So a row, the candidates along the items of one
 head count, is what changes least often; by dynamic programming, exactly. Between a row's own cells those of the other
-head counts decide, with a small weight that falls with their distance: it places the changes, and breaks ties.
+head counts decide, with a weight that falls with their distance: what they lose together must outweigh a change.
 Why not thresholds by kind, or by kind and tokens: see docs/policy.md.
 """
 
@@ -18,7 +18,7 @@ from kdabench.ladder import cheapest_path, place_cut
 from kdabench.regret import FLUSH, TIE, Floats, Grid, Ints, resampled_log_us
 
 _CHANGE = 0.01  # cost of a change along a row, in log units
-_BORROWED = 0.005  # weight of another head count at a distance of zero; falls by e for each e of ratio
+_BORROWED = 0.2  # weight of another head count at a distance of zero; falls as the root of the ratio
 _MOST_BORROWED = 1.0  # what one cell of another head count can cost at most, in log units: what has no time there
 
 Step = tuple[str, int]
@@ -79,7 +79,7 @@ def _path(part: _StepGrid, loss: Floats, heads: int) -> tuple[Ints, Ints, Floats
     """Levels of items, [batch, levels] states of a row, and [batch, levels, states] what they lose at a level."""
     levels, level_of = np.unique(part.items, return_inverse=True)
     own = part.heads == heads
-    weights = np.where(own, 1.0, _BORROWED * np.exp(-np.abs(np.log(part.heads / heads))))
+    weights = np.where(own, 1.0, _BORROWED * np.exp(-np.abs(np.log(part.heads / heads)) / 2))
     tie = math.log1p(TIE)
     beyond = np.clip(loss, tie, _MOST_BORROWED) - tie
     allowed = np.where(own[:, None] & (loss > tie), math.inf, np.where(own[:, None], 0.0, weights[:, None] * beyond))

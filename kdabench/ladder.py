@@ -22,7 +22,7 @@ LADDER = {"ws_items": "KdaWS", "stream_items": "KdaStream", "wide_items": "KdaWi
 
 NO_TIME = 1e4  # cost of a cell that gets no time: coverage comes before speed
 SAME = 1e-8  # costs closer than this differ by rounding only
-_WAVES = (1, 2)
+_WAVES = range(1, 13)
 
 Phase = int
 """Of a threshold: not passed, inside its island, behind the island, passed. Odd where its variant takes the step."""
@@ -217,7 +217,7 @@ def _may_follow(before: State, after: State) -> bool:
 def place_cut(low: int, high: int, ratio_low: float, ratio_high: float, sms: int | None) -> int:
     """The first item count above `low`, up to `high`, of the rule's other side.
 
-    Where one or two items per SM are exceeded, if that lies between; else at the interpolated zero of the log ratio
+    Where up to twelve items per SM are exceeded, if that lies between; else at the interpolated zero of the log ratio
     over log items; else at the geometric mean. sms None: wherever waves end, it doesn't matter.
     """
     share = -ratio_low / (ratio_high - ratio_low) if ratio_low < 0 < ratio_high else 0.5

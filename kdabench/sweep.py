@@ -37,6 +37,7 @@ KnownSpecs = Mapping[str, Mapping[str, type]]
 MAX_CELLS = 100_000
 MAX_CANDIDATES = 10_000
 MAX_PROCESSES = 100
+MAX_WAVES = 1_000
 
 _KEYS = ("question", "variants", "processes", "cells", "specs")
 _WORDS: dict[str, Sequence[str]] = {
@@ -105,18 +106,20 @@ def _parse(path: Path) -> dict[str, Any]:
         raise SweepError(f"{path}: not TOML: {' '.join(str(error).split())}") from None
 
 
-def wave_requests(heads: int, splits: Sequence[int], sms: int, lo: int, hi: int) -> list[int]:
-    """Request counts from lo to hi around which `items * split` fills one or two waves of `sms` CTAs.
+def wave_requests(heads: int, splits: Sequence[int], sms: int, lo: int, hi: int, waves: int = 2) -> list[int]:
+    """Request counts from lo to hi around which `items * split` fills one or two waves of `sms` CTAs, or up to `waves`
+    with a split of 1.
 
     Where a count fills a wave exactly, it and both its neighbours; else the counts just below and just above.
-    Raises ValueError if heads, sms or a split is below one.
+    Raises ValueError if heads, sms, waves or a split is below one.
     """
-    if min(heads, sms, *splits) < 1:
-        raise ValueError(f"counts must be >= 1: {heads=} {splits=} {sms=}")
+    if min(heads, sms, waves, *splits) < 1:
+        raise ValueError(f"counts must be >= 1: {heads=} {splits=} {sms=} {waves=}")
     found = set[int]()
-    for split, waves in itertools.product(splits, (1, 2)):
-        full, spill = divmod(waves * sms, heads * split)
-        found.update((full, full + 1) if spill else (full - 1, full, full + 1))
+    for split in splits:
+        for wave in range(1, (waves if split == 1 else min(waves, 2)) + 1):
+            full, spill = divmod(wave * sms, heads * split)
+            found.update((full, full + 1) if spill else (full - 1, full, full + 1))
     return sorted(requests for requests in found if lo <= requests <= hi)
 
 
@@ -233,8 +236,10 @@ class _Reader:
     def cells_of(self, where: str, table: Any, splits: list[int]) -> Iterator[Cell]:
         self.keys(where, table, (*_AXES, "waves"), _REQUIRED)
         waves = table.get("waves", False)
-        if not isinstance(waves, bool):
-            self.fail(f"{where}.waves", waves, "true or false")
+        if type(waves) is bool:
+            waves = 2 if waves else 0
+        elif type(waves) is not int or not 1 <= waves <= MAX_WAVES:
+            self.fail(f"{where}.waves", waves, f"true, false or an integer from 1 to {MAX_WAVES}")
         axes = {key: self.axis(f"{where}.{key}", value) for key, value in table.items() if key != "waves"}
         for key, axis in axes.items():
             for value in axis:
@@ -247,7 +252,7 @@ class _Reader:
             cell = self.cell(where, dict(zip(axes, point, strict=True)))
             yield cell
             if waves and cell.requests == axes["requests"][0]:
-                yield from self.waves(where, cell, splits, axes["requests"])
+                yield from self.waves(where, cell, splits, axes["requests"], waves)
 
     def cell(self, where: str, values: dict[str, Any]) -> Cell:
         cell = Cell(**values)
@@ -257,8 +262,8 @@ class _Reader:
             self.fail(where, values, str(error))
         return cell
 
-    def waves(self, where: str, cell: Cell, splits: list[int], requests: list[int]) -> Iterator[Cell]:
+    def waves(self, where: str, cell: Cell, splits: list[int], requests: list[int], waves: int) -> Iterator[Cell]:
         if self.sms is None:
-            self.fail(f"{where}.waves", True, "needs the SM count of a device: none is at hand")
-        for extra in wave_requests(cell.heads, splits, self.sms, min(requests), max(requests)):
+            self.fail(f"{where}.waves", waves, "needs the SM count of a device: none is at hand")
+        for extra in wave_requests(cell.heads, splits, self.sms, min(requests), max(requests), waves):
             yield replace(cell, requests=extra)

@@ -766,6 +766,7 @@ def _word_operation(code: str) -> Callable[..., int]:
             "{$r1}, {$r0};",
             lambda low, high: _bf16_bits(float(low)) | _bf16_bits(float(high)) << 16,
         ),
+        "fma.rn.f32": ("{$r0}, {$r1}, {$r2};", lambda a, b, c: bits(Float32(float(a) * float(b) + float(c)))),
     }
     operation = code.split()[0]
     if operation not in found:

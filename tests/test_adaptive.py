@@ -111,6 +111,16 @@ def test_edges_of_waves_are_measured_where_they_matter() -> None:
     assert most_lost(cells, waves, [(cell, 0) for cell in cells[::3]]) > 0.2, "so many others would not do"
 
 
+def test_where_an_sm_gets_one_more_cta_and_where_a_wave_of_all_ends() -> None:
+    steps = {ctas: round(math.expm1(jump), 9) for ctas, jump in adaptive._edges(3, 100, 901)}
+    assert steps == {100: 1.0, 200: 0.5, 300: 1.0, 600: 0.5, 900: round(1 / 3, 9)}
+    assert dict(adaptive._edges(0, 100, 901)).keys() == {100, 200}
+    assert adaptive._edges(3, None, 901) == ()
+    specs = ({}, {"ctas": 3}, {"ctas_per_sm": 0}, {"ctas_per_sm": 2})
+    assert [adaptive.residents_of(Candidate.of("KdaWide", spec)) for spec in specs] == [0, 3, 0, 2]
+    assert adaptive.residents_of(Candidate.of("KdaStream", {})) == 2
+
+
 def test_no_crossover_gets_more_than_its_cells() -> None:
     cells = row(range(1, 257))
     rng = random.Random(0)

@@ -71,8 +71,8 @@ def test_every_cell_is_within_the_tie_band_of_its_best() -> None:
 
 def test_heads_have_rows_of_their_own() -> None:
     grid = grid_of({(96, 1): (1, 2, 2), (12, 8): (2, 2, 1), (12, 1): (1, 2, 2), (96, 8): (2, 2, 1)})
-    assert row_of(grid, 12) == {1: split(1), 34: WIDE}  # the mean of 12 and 96 items
-    assert row_of(grid, 96) == {1: split(1), 201: WIDE}  # more than two items per SM
+    assert row_of(grid, 12) == {1: split(1), 36: WIDE}  # about the mean of 12 and 96 items
+    assert row_of(grid, 96) == {1: split(1), 301: WIDE}  # more than three items per SM
 
 
 def test_ties_change_nothing() -> None:
@@ -91,10 +91,15 @@ def test_other_heads_decide_between_the_cells() -> None:
         others = {(24, r): ((1, 2, 2) if r < wide_from else (2, 2, 1)) for r in (1, 2, 3, 4)}
         first = list(row_of(grid_of(us | others), 12))[1]
         assert 24 * (wide_from - 1) < first <= 24 * wide_from
-    # But not against a row's own cells.
-    assert row_of(grid_of({(12, r): (1, 2, 2) for r in (1, 8)} | {(24, r): (9, 9, 1) for r in range(1, 8)}), 12) == {
-        1: split(1)
-    }
+
+
+def test_what_other_heads_lose_must_outweigh_two_changes_and_never_a_row_s_own_cells() -> None:
+    """12 heads were measured at 12 and 96 items, where Split is best; 24 heads say that it isn't in between."""
+    own = {(12, r): (1, 2, 2) for r in (1, 8)}
+    for slower, between in ((1.02, split(1)), (1.3, WIDE)):
+        row = row_of(grid_of(own | {(24, r): (slower, 9, 1) for r in (2, 3)} | {(24, 5): (1, 9, slower)}), 12)
+        picked = {items: row[max(n for n in row if n <= items)] for items in (12, 48, 72, 96, 120)}
+        assert picked == {12: split(1), 48: between, 72: between, 96: split(1), 120: split(1)}
 
 
 def test_a_variant_without_a_time_is_not_picked() -> None:

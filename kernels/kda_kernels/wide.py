@@ -40,7 +40,7 @@ from kda_kernels.gpu import Gpu
 from kda_kernels.operands import StepOperands
 from kda_kernels.prologue import ALIGNMENT, Operands, Place, Record
 from kda_kernels.state_rows import COLUMNS, HALF_WARP, LANES, PIECE_ROWS
-from kdabench.problem import CONV_WIDTH, HEAD_DIM, Problem
+from kdabench.problem import CONV_WIDTH, HEAD_DIM, MAX_TOKENS, Problem
 
 KERNELS = ("kda_wide",)
 SOURCES = (
@@ -74,7 +74,7 @@ class Spec:
     form               chunked: kind record; recurrence, token by token: the others
     gate_mode          0: one chain of 8 tensor-core accumulations; 1: four chains of 2, summed in order
     ctas               CTAs per SM to have room for; a record whose state is too large for it gets it by fewer lines at
-                       a time. None: as many as hold whole states, at most 3, or 4 for a decode of BF16 states
+                       a time. None: as many as hold whole states, at most `most_ctas`
     evict              evict-first in L2 for the state
     stream_hints       stored states are streaming
     terms              chunked, BF16 state: terms of the vectors in its products. 2: FP32 precision; 1: 4e-4
@@ -190,11 +190,18 @@ def plan(problem: Problem, spec: Spec) -> Plan:
 
     lines = with_room(0, 1).lines
     if spec.ctas is None:
-        most = 4 if (problem.kind, problem.state_dtype) == ("decode", "bf16") else 2 if problem.kind == "spec" else 3
-        return next((p for ctas in range(most, 1, -1) if (p := with_room(lines, ctas)).fits), with_room(lines, 1))
+        ctas = range(most_ctas(problem, spec), 1, -1)
+        return next((p for c in ctas if (p := with_room(lines, c)).fits), with_room(lines, 1))
     fewest = 2 if problem.kind == "record" else lines
     plans = (with_room(staged, spec.ctas) for staged in range(lines, fewest, -1))
     return next((p for p in plans if p.fits), with_room(fewest, spec.ctas))
+
+
+def most_ctas(problem: Problem, spec: Spec) -> int:
+    """CTAs per SM that a thread has enough registers for, on all targets."""
+    if problem.kind == "record":
+        return 2 if (problem.state_dtype, spec.terms, problem.tokens) == ("bf16", 2, MAX_TOKENS) else 3
+    return 2 if problem.kind == "spec" else 4 if problem.state_dtype == "bf16" else 3
 
 
 def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:

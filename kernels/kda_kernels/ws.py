@@ -637,7 +637,15 @@ def update(S: cute.Tensor, words: cute.Tensor, correction: Float32, lane: Int32,
         # Within groups of 16 lanes, so that the source is a constant.
         u = arch.shuffle_sync(correction, 2 * j, mask_and_clamp=(32 - 16) << 8 | 31)
         for e in range_constexpr(8):
-            S[8 * j + e] = S[8 * j + e] * d[e] + u * k[e]
+            S[8 * j + e] = fma(u, k[e], S[8 * j + e] * d[e])
+
+
+@cute.jit
+def fma(a: Float32, b: Float32, c: Float32) -> Float32:
+    """a b + c, rounded once. The compiler may fuse the product that c is instead, and then keeps all a b at a time."""
+    return arch.inline_ptx(
+        "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32], read_only_args=[a, b, c]
+    )
 
 
 @cute.jit
