@@ -27,7 +27,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from kdabench.ladder import place_cut
+from kdabench.ladder import PARTS, place_cut
 from kdabench.records import Candidate, Cell, Record
 from kdabench.regret import TIE, Floats, Ints
 
@@ -201,7 +201,7 @@ class _Row:
         a, b = self._ends(low, high)
         before, after = int(np.nanargmin(a)), int(np.nanargmin(b))
         ratios = float(a[before] - a[after]), float(b[before] - b[after])
-        cut = place_cut(int(self.items[low]), int(self.items[high]), *ratios, sms)
+        cut = place_cut(int(self.items[low]), int(self.items[high]), *ratios, sms, PARTS)
         return np.where(between < cut, before, after)
 
     def _bounds(self, low: int, high: int, at: Floats, width: float, sms: int | None) -> Floats:

@@ -1,8 +1,9 @@
 """What takes a step, per kind, tokens and heads, as a function of the items: the form of a policy that decides.
 
-Of the candidates within the tie band of a cell's best, any will do. So a row, the candidates along the items of one
-head count, is what changes least often; by dynamic programming, exactly. Between a row's own cells those of the other
-head counts decide, with a weight that falls with their distance: what they lose together must outweigh a change.
+Of the candidates within the tie band of a cell's best, any will do. Between a row's own cells decides what the cells
+nearby say, of whatever heads and tokens: what a candidate loses there, in the mean, with weights that fall with the
+distance in items, heads, tokens and waves of CTAs. A row, the candidates along the items of one head count, is what
+loses least and changes least often; by dynamic programming, exactly.
 Why not thresholds by kind, or by kind and tokens: see docs/policy.md.
 """
 
@@ -14,12 +15,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kdabench.ladder import cheapest_path, place_cut
+from kdabench.ladder import PARTS, WAVES, cheapest_path, place_cut
 from kdabench.regret import FLUSH, TIE, Floats, Grid, Ints, resampled_log_us
 
 _CHANGE = 0.01  # cost of a change along a row, in log units
-_BORROWED = 0.2  # weight of another head count at a distance of zero; falls as the root of the ratio
-_MOST_BORROWED = 1.0  # what one cell of another head count can cost at most, in log units: what has no time there
+_NEAR = {"items": 0.1, "waves": 0.1, "tokens": 0.2, "heads": 0.7}  # log ratios over which a weight falls by e
+_MOST = 0.3  # what a cell nearby can cost at most, in log units
+_NO_TIME = 1.0  # cost where a candidate has no time, so that what runs comes first
 
 Step = tuple[str, int]
 """(kind, tokens)"""
@@ -28,31 +30,68 @@ Rows = dict[Step, dict[int, dict[int, int]]]
 
 
 @dataclass(frozen=True)
-class _StepGrid:
-    """The cells of a step where something has a time.
+class _Part:
+    """The cells of a kind where something has a time, as rows of one step look at them.
 
-    rows     [cells] their place in the grid
-    states   [states] indices of the candidates with any time, those that are good in most cells first
-    heads, items   [cells]
+    step, states      the step and the indices of the candidates with any time in it, those that are good in most of its
+                      cells first
+    rows              [cells] their place in the grid
+    features          [cells, 4] logs of items, waves, tokens and heads, over what _NEAR says
+    levels            items of any of the cells, ascending
+    level_features    [levels, 2] as features, of items and waves
     """
 
-    rows: Ints
+    step: Step
     states: Ints
+    rows: Ints
+    tokens: Ints
     heads: Ints
     items: Ints
+    features: Floats
+    levels: Ints
+    level_features: Floats
+
+    def own(self, heads: int) -> Ints:
+        """Which cells are those of a row."""
+        return np.flatnonzero((self.tokens == self.step[1]) & (self.heads == heads))
+
+    def weights(self, heads: int) -> Floats:
+        """[levels, cells] how much the cells say about a row's levels; 1 together."""
+        here = np.log([self.step[1], heads]) / [_NEAR["tokens"], _NEAR["heads"]]
+        across = np.abs(self.features[:, 2:] - here).sum(axis=1)
+        along = np.abs(self.level_features[:, None] - self.features[None, :, :2]).sum(axis=2)
+        distance = across + along
+        weights = np.exp(distance.min(axis=1, keepdims=True) - distance)
+        found: Floats = weights / weights.sum(axis=1, keepdims=True)
+        return found
 
 
-def _steps(grid: Grid) -> Iterator[tuple[Step, _StepGrid]]:
-    steps = [(cell.kind, cell.tokens) for cell in grid.cells]
+def _parts(grid: Grid, sms: int) -> Iterator[_Part]:
     own = np.array([c.variant != FLUSH for c in grid.candidates], dtype=bool)
-    for step in sorted(set(steps)):
-        known = ~np.isnan(grid.log_us) & own & np.array([s == step for s in steps])[:, None]
-        rows, states = np.flatnonzero(known.any(axis=1)), np.flatnonzero(known.any(axis=0))
-        if not len(rows):
+    known = ~np.isnan(grid.log_us) & own
+    tokens = np.array([cell.tokens for cell in grid.cells])
+    for step in sorted({(cell.kind, cell.tokens) for cell in grid.cells}):
+        rows = np.flatnonzero((grid.cells.kinds == step[0]) & known.any(axis=1))
+        mine = rows[tokens[rows] == step[1]]
+        states = np.flatnonzero(known[mine].any(axis=0))
+        if not len(mine):
             continue
-        loss = _loss(grid.log_us[np.ix_(rows, states)])
+        loss = _loss(grid.log_us[np.ix_(mine, states)])
         order = np.argsort(-(loss <= math.log1p(TIE)).sum(axis=0), kind="stable")
-        yield step, _StepGrid(rows, states[order], grid.cells.heads[rows], grid.cells.items[rows])
+        items, heads = grid.cells.items[rows], grid.cells.heads[rows]
+        levels = np.unique(items)
+        across = np.log([tokens[rows], heads]).T / [_NEAR["tokens"], _NEAR["heads"]]
+        features = np.hstack([_along(items, sms), across])
+        yield _Part(step, states[order], rows, tokens[rows], heads, items, features, levels, _along(levels, sms))
+
+
+def _along(items: Ints, sms: int) -> Floats:
+    """[items, 2] logs of items and of the waves that they make with one CTA per item, or of the part of a wave."""
+    waves = np.minimum(np.ceil(items / sms), WAVES)
+    for part in PARTS:
+        waves = np.where(items * part <= sms, 1 / part, waves)
+    found: Floats = np.log([items, waves]).T / [_NEAR["items"], _NEAR["waves"]]
+    return found
 
 
 def _loss(log_us: Floats) -> Floats:
@@ -65,58 +104,52 @@ def _loss(log_us: Floats) -> Floats:
 
 
 def find_rows(grid: Grid, sms: int) -> Rows:
-    """The rows of each step and head count that have a time somewhere."""
+    """The rows of each step that has a time somewhere, and of each head count that its kind was measured with."""
     found: Rows = {}
-    for step, part in _steps(grid):
+    for part in _parts(grid, sms):
         loss = _loss(grid.log_us[np.ix_(part.rows, part.states)])[None]
-        for heads in sorted(set(part.heads.tolist())):
-            levels, path, costs = _path(part, loss, heads)
-            found.setdefault(step, {})[heads] = _row(part, levels, path[0], costs[0], sms)
+        for heads in np.unique(part.heads).tolist():
+            path, costs = _path(part, loss, heads)
+            found.setdefault(part.step, {})[heads] = _row(part, path[0], costs[0], sms)
     return found
 
 
-def _path(part: _StepGrid, loss: Floats, heads: int) -> tuple[Ints, Ints, Floats]:
-    """Levels of items, [batch, levels] states of a row, and [batch, levels, states] what they lose at a level."""
-    levels, level_of = np.unique(part.items, return_inverse=True)
-    own = part.heads == heads
-    weights = np.where(own, 1.0, _BORROWED * np.exp(-np.abs(np.log(part.heads / heads)) / 2))
-    tie = math.log1p(TIE)
-    beyond = np.clip(loss, tie, _MOST_BORROWED) - tie
-    allowed = np.where(own[:, None] & (loss > tie), math.inf, np.where(own[:, None], 0.0, weights[:, None] * beyond))
-    lost = weights[:, None] * np.minimum(loss, _MOST_BORROWED)
-    order = np.argsort(level_of, kind="stable")
-    begins = np.searchsorted(level_of[order], np.arange(len(levels)))
-    bounds, costs = (np.add.reduceat(values[:, order], begins, axis=1) for values in (allowed, lost))
-    change = _CHANGE * (1 - np.eye(loss.shape[2]))
-    return levels, cheapest_path(bounds, change), costs
+def _path(part: _Part, loss: Floats, heads: int) -> tuple[Ints, Floats]:
+    """[batch, levels] states of a row, and [batch, levels, states] what they are expected to lose at a level."""
+    costs = part.weights(heads) @ np.where(np.isinf(loss), _NO_TIME, np.minimum(loss, _MOST))
+    bounds = costs.copy()
+    own = part.own(heads)
+    bounds[:, np.searchsorted(part.levels, part.items[own])] = np.where(loss[:, own] <= math.log1p(TIE), 0.0, math.inf)
+    return cheapest_path(bounds, _CHANGE * (1 - np.eye(loss.shape[2]))), costs
 
 
-def _row(part: _StepGrid, levels: Ints, path: Ints, costs: Floats, sms: int) -> dict[int, int]:
+def _row(part: _Part, path: Ints, costs: Floats, sms: int) -> dict[int, int]:
     """Items -> candidate: from 1, and where a path changes."""
     row = {1: int(part.states[path[0]])}
-    for n in range(1, len(levels)):
+    for n in range(1, len(part.levels)):
         before, after = path[n - 1], path[n]
         if before != after:
             low, high = (float(costs[m, before] - costs[m, after]) for m in (n - 1, n))
-            row[place_cut(int(levels[n - 1]), int(levels[n]), low, high, sms)] = int(part.states[after])
+            cut = place_cut(int(part.levels[n - 1]), int(part.levels[n]), low, high, sms, PARTS)
+            row[cut] = int(part.states[after])
     return row
 
 
-def agreement(grid: Grid, draws: Ints) -> Floats:
+def agreement(grid: Grid, draws: Ints, sms: int) -> Floats:
     """[cells] the share of resamples in which a cell's row has the same variant there; NaN where nothing has a time.
 
     draws  [resamples, cells, processes] as Grid.draws gives them
     """
     variants = np.array([c.variant for c in grid.candidates])
     found = np.full(len(grid.cells), np.nan)
-    for _, part in _steps(grid):
+    for part in _parts(grid, sms):
         place = np.ix_(part.rows, part.states)
         fitted = _loss(grid.log_us[place])[None]
         drawn = _loss(resampled_log_us(grid.process_us[place], draws[:, part.rows]))
         names = variants[part.states]
-        for heads in sorted(set(part.heads.tolist())):
-            (levels, mine, _), (_, others, _) = (_path(part, loss, heads) for loss in (fitted, drawn))
+        for heads in np.unique(part.heads[part.tokens == part.step[1]]).tolist():
+            (mine, _), (others, _) = (_path(part, loss, heads) for loss in (fitted, drawn))
             shares = (names[others] == names[mine]).mean(axis=0)
-            own = part.heads == heads
-            found[part.rows[own]] = shares[np.searchsorted(levels, part.items[own])]
+            own = part.own(heads)
+            found[part.rows[own]] = shares[np.searchsorted(part.levels, part.items[own])]
     return found

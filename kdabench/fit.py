@@ -361,7 +361,7 @@ def _intervals(
                 values[name].append(math.inf if cut is None else cut)
     for (rule, key), cuts in values.items():
         found[rule][key] = _middle_90(sorted(cuts))
-    shares = agreement(grid, draws)
+    shares = agreement(grid, draws, sms)
     return found, tuple((c, float(share)) for c, share in zip(grid.cells, shares, strict=True) if share < _SETTLED)
 
 

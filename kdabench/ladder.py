@@ -22,7 +22,11 @@ LADDER = {"ws_items": "KdaWS", "stream_items": "KdaStream", "wide_items": "KdaWi
 
 NO_TIME = 1e4  # cost of a cell that gets no time: coverage comes before speed
 SAME = 1e-8  # costs closer than this differ by rounding only
-_WAVES = range(1, 13)
+WAVES = 12
+"""Waves of CTAs, one per item and SM, whose ends matter: the share that one more adds falls."""
+
+PARTS = (2, 4, 8)
+"""Parts of a wave that end where a wave of a split does."""
 
 Phase = int
 """Of a threshold: not passed, inside its island, behind the island, passed. Odd where its variant takes the step."""
@@ -214,15 +218,19 @@ def _may_follow(before: State, after: State) -> bool:
     return all(a <= b and (a, b) not in never for a, b in zip(before, after, strict=True))
 
 
-def place_cut(low: int, high: int, ratio_low: float, ratio_high: float, sms: int | None) -> int:
+def place_cut(
+    low: int, high: int, ratio_low: float, ratio_high: float, sms: int | None, parts: Sequence[int] = ()
+) -> int:
     """The first item count above `low`, up to `high`, of the rule's other side.
 
-    Where up to twelve items per SM are exceeded, if that lies between; else at the interpolated zero of the log ratio
-    over log items; else at the geometric mean. sms None: wherever waves end, it doesn't matter.
+    Where the items begin to exceed one of WAVES, or one of `parts` of a wave, if that lies between; else at the
+    interpolated zero of the log ratio over log items; else at the geometric mean. sms None: wherever waves end, it
+    doesn't matter.
     """
     share = -ratio_low / (ratio_high - ratio_low) if ratio_low < 0 < ratio_high else 0.5
     position = math.exp(math.log(low) + share * math.log(high / low))
-    waves = [] if sms is None else [waves * sms + 1 for waves in _WAVES if low <= waves * sms < high]
-    if waves:
-        return min(waves, key=lambda wave: abs(math.log(wave / position)))
+    ends = [] if sms is None else [*(sms // part for part in parts), *(waves * sms for waves in range(1, WAVES + 1))]
+    between = [end + 1 for end in ends if low <= end < high]
+    if between:
+        return min(between, key=lambda first: abs(math.log(first / position)))
     return min(max(math.ceil(position - 1e-9 * position), low + 1), high)

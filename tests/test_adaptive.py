@@ -108,7 +108,7 @@ def test_edges_of_waves_are_measured_where_they_matter() -> None:
     found = chosen(cells, waves)
     assert len(found) < len(cells)
     assert most_lost(cells, waves, found) < adaptive.TARGET
-    assert most_lost(cells, waves, [(cell, 0) for cell in cells[::3]]) > 0.2, "so many others would not do"
+    assert most_lost(cells, waves, [(cell, 0) for cell in cells[::5]]) > 0.2, "others would not do"
 
 
 def test_where_an_sm_gets_one_more_cta_and_where_a_wave_of_all_ends() -> None:

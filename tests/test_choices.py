@@ -71,7 +71,7 @@ def test_every_cell_is_within_the_tie_band_of_its_best() -> None:
 
 def test_heads_have_rows_of_their_own() -> None:
     grid = grid_of({(96, 1): (1, 2, 2), (12, 8): (2, 2, 1), (12, 1): (1, 2, 2), (96, 8): (2, 2, 1)})
-    assert row_of(grid, 12) == {1: split(1), 36: WIDE}  # about the mean of 12 and 96 items
+    assert row_of(grid, 12) == {1: split(1), 26: WIDE}  # more than a quarter of a wave
     assert row_of(grid, 96) == {1: split(1), 301: WIDE}  # more than three items per SM
 
 
@@ -84,9 +84,9 @@ def test_ties_change_nothing() -> None:
 
 
 def test_other_heads_decide_between_the_cells() -> None:
-    """Alone the change lies at the mean; 24 heads were measured in between."""
+    """Alone the change lies where a quarter of a wave ends; 24 heads were measured in between."""
     us: dict[tuple[int, int], Sequence[float]] = {(12, 1): (1, 2, 2), (12, 8): (2, 2, 1)}
-    assert row_of(grid_of(us), 12) == {1: split(1), 34: WIDE}
+    assert row_of(grid_of(us), 12) == {1: split(1), 26: WIDE}
     for wide_from in (2, 3, 4):
         others = {(24, r): ((1, 2, 2) if r < wide_from else (2, 2, 1)) for r in (1, 2, 3, 4)}
         first = list(row_of(grid_of(us | others), 12))[1]

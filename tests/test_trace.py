@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from kda_kernels import compare
 from kda_kernels.gpu import Gpu
 from kda_kernels.operands import CommitOperands, StepOperands
 from kda_kernels.trace import Engine, Outcome, ReferenceKernels, Shape, Trace, VariantKernels, run
@@ -116,6 +117,5 @@ def test_growth_compares_halves_of_each_kind() -> None:
     errors = {"record": [9.0, 1.0, 1.0, 1.0, 1.0, 1.0, 9.0, 1.0], "replay": [9.0, 2.0, 2.0, 2.0, 6.0, 6.0, 2.0, 6.0]}
     steps = [(kind, x) for pair in zip(*errors.values(), strict=True) for kind, x in zip(errors, pair, strict=True)]
     outcome = Outcome([Row("e", i, kind, x, 0.0, 1.0, None) for i, (kind, x) in enumerate(steps)])
-    assert outcome.growth("e", "out") == 3
-    assert outcome.growth("e", "corrections") == 1
-    assert outcome.growth("e", "state") == 0
+    assert outcome.growth("e", "out") == pytest.approx((6 - 2) / compare.OUT_NORM)
+    assert outcome.growth("e", "corrections") == outcome.growth("e", "state") == 0
