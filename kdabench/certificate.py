@@ -116,10 +116,14 @@ def _drawn_ratios(grid: Grid, old: Ints, new: Ints, rows: Ints, resamples: int, 
 
 
 def wins(grid: Grid, old: Ints, new: Ints, found: Gain) -> bool:
-    """Whether the new picks are to replace the old ones: by more than noise, or where the old ones have no time."""
+    """Whether the new picks are to replace the old ones: by more than noise, or where the old ones have no time.
+
+    The new ones were chosen on these times, so what they gain here flatters them; drawn anew they gain less. Hence the
+    least gain is asked of the interval's lower end.
+    """
     if np.any(np.isnan(log_regret(grid, old)) & ~np.isnan(log_regret(grid, new))):
         return True
-    return math.log1p(found.geomean) > max(_ERRORS * found.error, math.log1p(_LEAST_GAIN))
+    return found.low > _LEAST_GAIN and math.log1p(found.geomean) > _ERRORS * found.error
 
 
 @dataclass(frozen=True)
