@@ -140,7 +140,7 @@ def test_a_quarter_of_the_recorded_grid_is_enough(sampler: Any) -> None:
     lines = [line for line in path.read_text().splitlines() if '"decode"' in line and '"KdaSplit"' in line]
     bench = RecordedBench([Record.from_json(json.loads(line)) for line in lines])
     tasks = recorded_tasks(bench, bench.cells, "KdaSplit")
-    assert [len(t.space.points) for t in tasks] == [168] * 4
+    assert [len(t.space.points) for t in tasks] == [168] * 6
     best = [min(us for p in t.space.points if (us := bench.time_us(t.cell, p.candidate))) for t in tasks]
     for seed in range(5):
         options = tune.Options(sampler=sampler, seed=seed, share=0.25, finalists=0, processes=0)
