@@ -78,7 +78,8 @@ _RC: Any = {
 
 # Inches.
 _COLUMNS = 5
-_MARGINS = {"left": 0.62, "right": 0.12, "top": 1.05, "bottom": 1.0}
+_MARGINS = {"left": 0.62, "right": 0.12, "top": 1.05, "bottom": 0.62}
+_LEGEND_ROW = 0.19
 _HEIGHTS = (2.2, 0.2, 1.05)  # latency, ribbon, distance from the best
 _SPACES = (0.0, 0.06, 0.1)  # above each of them
 _COLUMN_GAP, _ROW_GAP = 0.14, 0.95
@@ -155,7 +156,10 @@ def draw(
     block = sum(_HEIGHTS) + sum(_SPACES)
     width = _MARGINS["left"] + columns * (panel + _COLUMN_GAP) - _COLUMN_GAP + _MARGINS["right"]
     width = max(width, 5.4)
-    height = _MARGINS["top"] + rows * (block + _ROW_GAP) - _ROW_GAP + _MARGINS["bottom"]
+    handles = _legend_handles(records, sms, ranked is not None)
+    legend_columns = max(3, min(len(handles), int(width / 1.45)))
+    bottom = _MARGINS["bottom"] + _LEGEND_ROW * math.ceil(len(handles) / legend_columns)
+    height = _MARGINS["top"] + rows * (block + _ROW_GAP) - _ROW_GAP + bottom
     limits = _latency_limits(measured, records)
     regrets = policy_regrets(records, ranked) if ranked is not None else {}
     highest = max([0.1, *regrets.values()]) * 100
@@ -180,7 +184,10 @@ def draw(
         if ranked is not None and (kept := sorted({r.candidate.variant for r in records}.intersection(held))):
             below += f"; held back from the policy: {', '.join(kept)}"
         figure.text(left, 1 - 0.39 / height, below, fontsize=8, va="top", color="#404040")
-        _draw_legend(figure, records, sms, ranked is not None)
+        figure.legend(
+            handles=handles, loc="lower center", ncols=legend_columns, frameon=False, fontsize=7.5, columnspacing=1.4,
+            handlelength=2.6, borderaxespad=0.4,
+        )  # fmt: skip
     return figure
 
 
@@ -401,7 +408,7 @@ def _text_points(text: str, size: float) -> float:
     return float(TextPath((0, 0), text, size=size).get_extents().width)
 
 
-def _draw_legend(figure: Figure, records: Iterable[Record], sms: int | None, policy: bool) -> None:
+def _legend_handles(records: Iterable[Record], sms: int | None, policy: bool) -> list[Any]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -422,8 +429,4 @@ def _draw_legend(figure: Figure, records: Iterable[Record], sms: int | None, pol
         handles.append(Line2D([], [], markeredgewidth=0.9, label="regret of the policy's pick", **_PICK))
     if any(r.status in _NO_RESULT for r in records):
         handles.append(Line2D([], [], color="#606060", marker="x", ls="none", ms=4, label="tried, no result"))
-    columns = max(3, min(len(handles), int(figure.get_size_inches()[0] / 1.45)))
-    figure.legend(
-        handles=handles, loc="lower center", ncols=columns, frameon=False, fontsize=7.5, columnspacing=1.4,
-        handlelength=2.6, borderaxespad=0.4,
-    )  # fmt: skip
+    return handles
