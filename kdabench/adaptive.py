@@ -225,9 +225,10 @@ class _Row:
         """[cells, candidates] by how much an edge between `low` and `high` items raises a time at most."""
         jumps = np.zeros((np.broadcast(low, high).size, len(self.splits)))
         for n, (split, residents) in enumerate(zip(self.splits, self.residents, strict=True)):
-            for ctas, jump in _edges(int(residents), sms, int(self.items[-1] * split)):
-                passed = (low * split <= ctas) & (ctas < high * split)
-                jumps[:, n] = np.maximum(jumps[:, n], np.where(passed, jump, 0.0))
+            edges = _edges(int(residents), sms, int(self.items[-1] * split))
+            ctas, raised = np.array(edges).reshape(-1, 2).T[..., None]
+            passed = (low * split <= ctas) & (ctas < high * split)
+            jumps[:, n] = np.where(passed, raised, 0.0).max(axis=0, initial=0.0)
         return jumps
 
 

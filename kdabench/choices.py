@@ -69,20 +69,19 @@ class _Part:
 def _parts(grid: Grid, sms: int) -> Iterator[_Part]:
     own = np.array([c.variant != FLUSH for c in grid.candidates], dtype=bool)
     known = ~np.isnan(grid.log_us) & own
-    tokens = np.array([cell.tokens for cell in grid.cells])
     for step in sorted({(cell.kind, cell.tokens) for cell in grid.cells}):
         rows = np.flatnonzero((grid.cells.kinds == step[0]) & known.any(axis=1))
-        mine = rows[tokens[rows] == step[1]]
+        mine = rows[grid.cells.tokens[rows] == step[1]]
         states = np.flatnonzero(known[mine].any(axis=0))
         if not len(mine):
             continue
         loss = _loss(grid.log_us[np.ix_(mine, states)])
         order = np.argsort(-(loss <= math.log1p(TIE)).sum(axis=0), kind="stable")
-        items, heads = grid.cells.items[rows], grid.cells.heads[rows]
+        items, tokens, heads = (values[rows] for values in (grid.cells.items, grid.cells.tokens, grid.cells.heads))
         levels = np.unique(items)
-        across = np.log([tokens[rows], heads]).T / [_NEAR["tokens"], _NEAR["heads"]]
+        across = np.log([tokens, heads]).T / [_NEAR["tokens"], _NEAR["heads"]]
         features = np.hstack([_along(items, sms), across])
-        yield _Part(step, states[order], rows, tokens[rows], heads, items, features, levels, _along(levels, sms))
+        yield _Part(step, states[order], rows, tokens, heads, items, features, levels, _along(levels, sms))
 
 
 def _along(items: Ints, sms: int) -> Floats:
@@ -144,12 +143,12 @@ def agreement(grid: Grid, draws: Ints, sms: int) -> Floats:
     found = np.full(len(grid.cells), np.nan)
     for part in _parts(grid, sms):
         place = np.ix_(part.rows, part.states)
-        fitted = _loss(grid.log_us[place])[None]
-        drawn = _loss(resampled_log_us(grid.process_us[place], draws[:, part.rows]))
+        drawn = resampled_log_us(grid.process_us[place], draws[:, part.rows])
+        loss = _loss(np.concatenate([grid.log_us[place][None], drawn]))
         names = variants[part.states]
         for heads in np.unique(part.heads[part.tokens == part.step[1]]).tolist():
-            (mine, _), (others, _) = (_path(part, loss, heads) for loss in (fitted, drawn))
-            shares = (names[others] == names[mine]).mean(axis=0)
+            path, _ = _path(part, loss, heads)
+            shares = (names[path[1:]] == names[path[0]]).mean(axis=0)
             own = part.own(heads)
             found[part.rows[own]] = shares[np.searchsorted(part.levels, part.items[own])]
     return found

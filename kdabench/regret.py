@@ -48,6 +48,10 @@ class Cells(tuple[Cell, ...]):
         return np.array([cell.kind for cell in self], dtype=np.str_)
 
     @cached_property
+    def tokens(self) -> Ints:
+        return np.array([cell.tokens for cell in self], dtype=np.int64)
+
+    @cached_property
     def heads(self) -> Ints:
         return np.array([cell.heads for cell in self], dtype=np.int64)
 
