@@ -3,13 +3,16 @@
 
 import argparse
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+import numpy as np
+
 from kdabench import records
+from kdabench.fit import step_grid
 from kdabench.problem import STATE_DTYPES
 from kdabench.records import Candidate, Cell
+from kdabench.regret import FLUSH
 
 RESULTS = Path(__file__).parent.parent / "results"
 SIZES = [(12, 1), (12, 8), (12, 32), (12, 128), (12, 256), (96, 1), (96, 64), (96, 256)]
@@ -58,18 +61,23 @@ def table(title: str, found: Times, chosen: Iterable[Cell], variants: Sequence[s
     print_rows(title, ["heads", "requests", "items", "floor", *variants], rows)
 
 
-def deferred(found: Times) -> None:
-    """A replay in context layer against a layer's share of a flush of all layers and the record that follows it."""
-    rows = []
-    for flush in sorted((c for c in found if c.kind == "flush" and c.layers > 1), key=lambda c: (c.tokens, c.items)):
-        record_cell = Cell("record", flush.requests, flush.heads, flush.tokens)
-        replay_cell = replace(record_cell, kind="replay", pending="mix")
-        replay, record, commit = (best(found.get(cell, {})) for cell in (replay_cell, record_cell, flush))
-        if replay and record and commit:
-            share = commit / flush.layers
-            rows.append([f"{flush.tokens}", f"{flush.heads}", f"{flush.requests}", f"{flush.items}", f"{replay:.2f}",
-                         f"{share:.2f}", f"{record:.2f}", f"{(share + record) / replay:.2f}"])  # fmt: skip
-    columns = ["tokens", "heads", "requests", "items", "replay", "commit, per layer", "record", "eager / deferred"]
+def deferred(path: Path) -> None:
+    """A replay in context layer against a layer's share of a flush of all layers and the record that follows it, as the
+    fit compares them."""
+    grid = step_grid(records.load([path])) if path.exists() else None
+    if grid is None or not any(c.variant == FLUSH for c in grid.candidates):
+        return
+    us = np.exp(grid.log_us)
+    eager = us[:, [c.variant == FLUSH for c in grid.candidates]].min(axis=1)
+    replay = np.nanmin(us[:, [c.variant not in (FLUSH, "stock") for c in grid.candidates]], axis=1)
+    rows = [
+        [f"{c.tokens}", f"{c.heads}", f"{c.requests}", f"{c.items}", f"{r:.2f}", f"{e:.2f}", f"{e / r:.2f}"]
+        for c, r, e in sorted(
+            zip(grid.cells, replay, eager, strict=True), key=lambda row: (row[0].tokens, row[0].items)
+        )
+        if c.kind == "replay" and not np.isnan(r + e)
+    ]
+    columns = ["tokens", "heads", "requests", "items", "replay", "flush and record", "eager / deferred"]
     print_rows("the deferred cycle against the eager one, us per layer", columns, rows)
 
 
@@ -103,7 +111,7 @@ def main() -> None:
         parser.error(f"{folder} is no folder; there are: {', '.join(sorted(p.name for p in RESULTS.iterdir()))}")
     layer, isolated, committed = (times(folder / f"{name}.jsonl") for name in ("dispatch", "targets", "commit"))
     steps(layer, isolated)
-    deferred(layer)
+    deferred(folder / "dispatch.jsonl")
     commits(committed)
 
 
