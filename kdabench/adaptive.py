@@ -39,14 +39,17 @@ MOST = 15
 _RATIO = 16.0  # of the requests of a row's first cells
 _BEND = 0.02  # of a log ratio in the middle of a bracket whose items double, or more
 _DOUBT = 2.0  # standard errors within which a rival may be the fastest after all
-_PERSISTENT = {"KdaWS": 1, "KdaStream": 2, "KdaFusedWS": 2}  # CTAs per SM
+_PERSISTENT = ("KdaWS", "KdaStream", "KdaFusedWS")  # variants that divide the items among the SMs
+_UNKNOWN_RESIDENTS = 8  # up to how many CTAs per SM an edge is looked for where their number isn't known
 _MEDIAN = 1.2533  # standard error of a median over that of a mean
 
 
 def residents_of(candidate: Candidate) -> int:
-    """CTAs that an SM holds at a time, as the spec says, or the variant if it is persistent; 0 if neither does."""
+    """CTAs that an SM holds at a time: as the spec says; 1 of a persistent variant, whose items an SM takes one after
+    the other; 0 if that isn't known.
+    """
     spec = candidate.spec
-    return int(spec.get("ctas") or spec.get("ctas_per_sm") or _PERSISTENT.get(candidate.variant, 0))
+    return int(spec.get("ctas") or spec.get("ctas_per_sm") or candidate.variant in _PERSISTENT)
 
 
 def rows_of(cells: Sequence[Cell]) -> list[tuple[Cell, ...]]:
@@ -235,10 +238,10 @@ class _Row:
 @cache
 def _edges(residents: int, sms: int | None, most: int) -> tuple[tuple[int, float], ...]:
     """CTAs, below `most`, beyond which a time steps up, and by how much at most: where the first SM gets one more than
-    before, and where a wave of all residents is full. Of residents that aren't known the first two SMs' share."""
+    before, and where a wave of all residents is full."""
     if sms is None:
         return ()
-    shared = [(n * sms, n) for n in range(1, residents or 3)]
+    shared = [(n * sms, n) for n in range(1, residents or _UNKNOWN_RESIDENTS + 1)]
     waves = [(n * residents * sms, n) for n in range(1, most // (residents * sms) + 1)] if residents else []
     return tuple((ctas, math.log1p(1 / n)) for ctas, n in shared + waves if ctas < most)
 

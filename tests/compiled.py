@@ -37,15 +37,25 @@ def plain(jitted: Any) -> Callable[..., Any]:
 
 
 # The walk over items. The device functions are plain integer arithmetic: here they run on Python's.
-first_item = plain(walk.first_item)
+half_of = plain(walk.half_of)
+item_at = plain(walk.item_at)
 next_item = plain(walk.next_item)
 
 
 def items_of(cta: int, per: int, heads: int, requests: int) -> list[tuple[int, int]]:
-    """(head, request) of a CTA's items, in turn."""
-    item = first_item(cta, per, heads, requests)
+    """(head, request) of the items of a CTA that has a run of its own, in turn."""
+    return _items(cta * per, min(per, heads * requests - cta * per), per, heads, requests)
+
+
+def items_of_half(cta: int, ctas: int, per: int, heads: int, requests: int) -> list[tuple[int, int]]:
+    """The same of one that has half a run."""
+    return _items(*half_of(cta, ctas, per, heads * requests), per, heads, requests)
+
+
+def _items(begin: int, count: int, per: int, heads: int, requests: int) -> list[tuple[int, int]]:
+    item = item_at(begin, per, heads, requests)
     found = []
-    for _ in range(min(per, heads * requests - cta * per)):
+    for _ in range(count):
         found.append((int(item.head), int(item.request)))
         item = next_item(item, heads, requests)
     return found

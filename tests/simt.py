@@ -675,7 +675,16 @@ class Cta:
 
 
 class Cluster:
-    def __init__(self, size: int, block: tuple[int, int, int], threads: int, memory: Global, seed: int) -> None:
+    def __init__(
+        self,
+        size: int,
+        block: tuple[int, int, int],
+        grid: tuple[int, int, int],
+        threads: int,
+        memory: Global,
+        seed: int,
+    ) -> None:
+        self.grid = grid
         self.ctas = [Cta(self, rank, (block[0] + rank, *block[1:]), threads, memory) for rank in range(size)]
         self.warps = [warp for cta in self.ctas for warp in cta.warps]
         self.turns = Turns(self.warps, seed)
@@ -882,6 +891,7 @@ def _modules() -> dict[str, ModuleType]:
     arch = SimpleNamespace(
         thread_idx=lambda: (Int32(current().tid), Int32(0), Int32(0)),
         block_idx=lambda: tuple(Int32(i) for i in current().cta.block),
+        grid_dim=lambda: tuple(Int32(i) for i in current().cta.cluster.grid),
         make_warp_uniform=_identity,
         inline_ptx=inline_ptx,
         rcp_approx=_math(_reciprocal),
@@ -1009,7 +1019,7 @@ def run(
     for z in range(grid[2]):
         for y in range(grid[1]):
             for x in range(0, grid[0], cluster):
-                ctas = Cluster(cluster, (x, y, z), threads, memory, seed + x + 7 * y + 31 * z)
+                ctas = Cluster(cluster, (x, y, z), grid, threads, memory, seed + x + 7 * y + 31 * z)
                 used = max(used, ctas.run(function, arguments))
     return used
 

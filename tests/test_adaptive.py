@@ -114,11 +114,12 @@ def test_edges_of_waves_are_measured_where_they_matter() -> None:
 def test_where_an_sm_gets_one_more_cta_and_where_a_wave_of_all_ends() -> None:
     steps = {ctas: round(math.expm1(jump), 9) for ctas, jump in adaptive._edges(3, 100, 901)}
     assert steps == {100: 1.0, 200: 0.5, 300: 1.0, 600: 0.5, 900: round(1 / 3, 9)}
-    assert dict(adaptive._edges(0, 100, 901)).keys() == {100, 200}
+    assert dict(adaptive._edges(0, 100, 901)).keys() == set(range(100, 801, 100))
+    assert dict(adaptive._edges(1, 100, 901)).keys() == set(range(100, 901, 100))
     assert adaptive._edges(3, None, 901) == ()
     specs = ({}, {"ctas": 3}, {"ctas_per_sm": 0}, {"ctas_per_sm": 2})
     assert [adaptive.residents_of(Candidate.of("KdaWide", spec)) for spec in specs] == [0, 3, 0, 2]
-    assert adaptive.residents_of(Candidate.of("KdaStream", {})) == 2
+    assert adaptive.residents_of(Candidate.of("KdaStream", {})) == 1
 
 
 def test_no_crossover_gets_more_than_its_cells() -> None:

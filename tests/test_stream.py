@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import simt
 import simt_cluster
-from compiled import Recorder, items_of, sass_of
+from compiled import Recorder, items_of_half, sass_of
 
-from kda_kernels import cubin, stream
+from kda_kernels import cubin, stream, walk
 from kda_kernels.arguments import Arguments
 from kda_kernels.gpu import Gpu
 from kda_kernels.operands import make_step
@@ -73,32 +73,35 @@ def test_two_ctas_fit_an_sm(dtype: str, layout: str, window: int | None) -> None
 @pytest.mark.parametrize(("heads", "requests"), TARGET_SIZES)
 @pytest.mark.parametrize("sms", [1, 2, 5, 132, 148])
 def test_ctas_cover_all_items_once(heads: int, requests: int, sms: int) -> None:
+    """Where each SM takes one CTA before any takes its second, no SM has more than its part of the items."""
     items = heads * requests
-    per, ctas = stream.schedule(items, sms)
+    per, ctas = walk.halved(items, sms)
     assert ctas <= 2 * sms
-    assert (ctas - 1) * per < items <= ctas * per
-    assert per == 1 or (per - 1) * 2 * sms < items
-    found = [items_of(cta, per, heads, requests) for cta in range(ctas)]
+    found = [items_of_half(cta, ctas, per, heads, requests) for cta in range(ctas)]
+    assert all(found)
     assert sorted(itertools.chain(*found)) == list(itertools.product(range(heads), range(requests)))
+    counts = [len(part) for part in found]
+    free = sms - len(counts[:sms])
+    loads = [a + b for a, b in itertools.zip_longest(counts[:sms], counts[sms + free :], fillvalue=0)]
+    assert max(loads) <= -(-items // sms)
 
 
 @pytest.mark.parametrize(("heads", "requests"), TARGET_SIZES)
 @pytest.mark.parametrize("most", [1, 3, 1000])
 def test_ctas_of_few_items_cover_all_items_once(heads: int, requests: int, most: int) -> None:
     items = heads * requests
-    per, ctas = stream.schedule(items, H200.sms, most)
-    assert per <= most
-    assert (ctas - 1) * per < items <= ctas * per
-    assert ctas <= 2 * H200.sms or per > most / 2
-    found = [items_of(cta, per, heads, requests) for cta in range(ctas)]
+    per, ctas = walk.halved(items, H200.sms, most)
+    assert ctas <= 2 * H200.sms or per == 2 * most
+    found = [items_of_half(cta, ctas, per, heads, requests) for cta in range(ctas)]
+    assert all(1 <= len(part) <= most for part in found)
     assert sorted(itertools.chain(*found)) == list(itertools.product(range(heads), range(requests)))
 
 
 @pytest.mark.parametrize(("heads", "requests"), [(12, 128), (12, 256), (96, 256), (96, 16)])
 def test_ctas_keep_heads_and_neighbours_share_requests(heads: int, requests: int) -> None:
     """Of a CTA's steps few go to another head; of neighbouring CTAs most are at the same request, one head apart."""
-    per, ctas = stream.schedule(heads * requests, H200.sms)
-    found = [items_of(cta, per, heads, requests) for cta in range(ctas)]
+    per, ctas = walk.halved(heads * requests, H200.sms)
+    found = [items_of_half(cta, ctas, per, heads, requests) for cta in range(ctas)]
     steps = [a[0] != b[0] for items in found for a, b in itertools.pairwise(items)]
     assert sum(steps) <= 0.1 * len(steps)
     pairs = [(a, b) for x, y in itertools.pairwise(found) for a, b in zip(x, y, strict=False)]
@@ -106,10 +109,10 @@ def test_ctas_keep_heads_and_neighbours_share_requests(heads: int, requests: int
     assert near >= 0.6 * len(pairs)
 
 
-@pytest.mark.parametrize("counts", [(0, 132), (5, 0)])
-def test_schedule_refuses_nothing_to_do(counts: tuple[int, int]) -> None:
+@pytest.mark.parametrize("counts", [(0, 132), (5, 0), (5, 132, 0)])
+def test_a_schedule_refuses_nothing_to_do(counts: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="counts must be >= 1"):
-        stream.schedule(*counts)
+        walk.halved(*counts)
 
 
 @pytest.mark.parametrize("groups", [2, 4])
@@ -291,11 +294,11 @@ def test_launch_passes_addresses_and_sizes(monkeypatch: pytest.MonkeyPatch) -> N
     compiled = stream.compile(of, stream.Spec(pdl=True), Gpu("sm_90a", 2))
     o = make_step(of, seed=1, device="cpu", pad=64)
     stream.launch(compiled, o, 7)
-    assert recorder.grid == (4, 1, 1)  # 15 items, 4 each
+    assert recorder.grid == (4, 1, 1)  # 15 items, eight for each SM
     assert (recorder.stream, recorder.pdl) == (7, True)
     passed = Arguments(*recorder.values)
     assert (passed.projected, passed.out) == (o.projected.data_ptr(), o.out.data_ptr())
-    assert (passed.heads, passed.requests, passed.per) == (3, 5, 4)
+    assert (passed.heads, passed.requests, passed.per) == (3, 5, 8)
     limited = stream.compile(of, stream.Spec(most_items=2), Gpu("sm_90a", 2))
     assert limited.binary.image == compiled.binary.image
     stream.launch(limited, o, 7)

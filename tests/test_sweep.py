@@ -232,7 +232,8 @@ def test_standard_files(name: str) -> None:
     layer = {c.kind for c in found.cells if c.context == "layer"}
     assert {c.context for c in found.cells} <= {"layer", "isolated"}
     assert layer == ({c.kind for c in found.cells} - {"flush"} if name in ("dispatch", "quick") else set())
-    assert len(found.cells) * len(found.candidates) * found.processes < 80_000
+    most = 130_000 if name == "dispatch" else 80_000  # the larger one is for choosing from: `sweep --adaptive`
+    assert len(found.cells) * len(found.candidates) * found.processes < most
     gpu = Gpu("sm_90a", SMS)
     for candidate in found.candidates:
         module = variants.load(candidate.variant)
@@ -244,7 +245,7 @@ def test_standard_files(name: str) -> None:
 def test_the_dispatch_sweep_covers_the_policy() -> None:
     found = standard("dispatch")
     assert {(c.kind, c.tokens) for c in found.cells} == {
-        ("decode", 1), *product(("record",), (3, 6)), *product(("spec", "record", "replay", "flush"), (2, 4, 8))
+        ("decode", 1), *product(("spec", "record", "replay"), (2, 3, 4, 6, 8)), *product(("flush",), range(2, 9))
     }  # fmt: skip
     requests = {c.requests for c in found.cells if c.heads == 12 and c.kind == "decode"}
     assert {1, 2, 4, 8, 16, 32, 64, 128, 256} < requests

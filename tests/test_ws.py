@@ -17,7 +17,7 @@ import pytest
 import simt
 import simt_cluster
 import torch
-from compiled import Recorder, first_item, items_of, next_item, odd, plain, sass_of
+from compiled import Recorder, item_at, items_of, next_item, odd, plain, sass_of
 
 from kda_kernels import arguments, cubin, walk, ws, ws_plan, ws_prologue
 from kda_kernels.gpu import Gpu
@@ -152,7 +152,7 @@ def test_numbers_of_many_items_are_those_of_each(heads: int, requests: int, sms:
     per, ctas = walk.schedule(heads * requests, sms, 2)
     for cta in range(ctas):
         count = min(per, heads * requests - cta * per)
-        item, begin = first_item(cta, per, heads, requests), None
+        item, begin = item_at(cta * per, per, heads, requests), None
         for n in range(count):
             begin = item if n % 32 == 0 else begin
             assert request_after(begin, n % 32) == item.request

@@ -51,9 +51,6 @@ from kdabench.problem import CONV_WIDTH, HEAD_DIM, Problem, ceil_div
 KERNELS = ("kda_fused_ws",)
 SOURCES = tuple(dict.fromkeys(("fused_ws.py", *fused.SOURCES, *stream.SOURCES)))
 
-schedule = stream.schedule
-"""Items per CTA, and CTAs: two per SM."""
-
 _FEWEST_LINES = 2
 """Of a state that there must be room for."""
 
@@ -225,7 +222,7 @@ def launch(compiled: Compiled, operands: StepOperands, stream: int) -> None:
     assert o.lower_bound is not None
     if o.lower_bound * p.tokens < chunked.MIN_LOG_GAMMA:
         raise ValueError(f"lower_bound={o.lower_bound} is too low for {p.tokens} tokens")
-    per, ctas = schedule(o.A_log.shape[0] * o.slots.shape[0], compiled.sms, compiled.most_items)
+    per, ctas = walk.halved(o.A_log.shape[0] * o.slots.shape[0], compiled.sms, compiled.most_items)
     cubin.launcher(compiled.binary).launch((ctas, 1, 1), arguments.values(o, per), stream, compiled.pdl)
 
 
@@ -309,8 +306,9 @@ def allocate(P: Plan) -> Shared:
 def kda_fused_ws(A: Arguments, P: cutlass.Constexpr) -> None:
     cta, _, _ = arch.block_idx()
     at = stream.place()
-    count = min(A.per, A.heads * A.requests - cta * A.per)
-    item = walk.first_item(cta, A.per, A.heads, A.requests)
+    ctas, _, _ = arch.grid_dim()
+    begin, count = walk.half_of(cta, ctas, A.per, A.heads * A.requests)
+    item = walk.item_at(begin, A.per, A.heads, A.requests)
 
     # The slot must be the first load: behind the copies it comes back a microsecond later.
     numbers = blocks.at(Int32, stream.number_address(A, item.request, min(at.lane, 1), P), Int32(0))

@@ -221,17 +221,6 @@ def plan(problem: Problem, spec: Spec) -> Plan:
     return next((p for p in plans if p.smem_bytes <= SMEM_BYTES), plans[-1])
 
 
-def schedule(items: int, sms: int, most: int | None = None) -> tuple[int, int]:
-    """Items per CTA, the same for all but the last, and CTAs: two per SM, or more if each takes `most` items at most.
-
-    Raises ValueError if a count is below one.
-    """
-    per, ctas = walk.schedule(items, CTAS_PER_SM * sms)
-    if most is None or per <= most:
-        return per, ctas
-    return walk.schedule(items, ceil_div(items, most))
-
-
 def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
     """Why this pair can't run, or None. Pure: no CUDA."""
     if problem.kind not in ("decode", "spec", "record"):
@@ -279,7 +268,7 @@ def launch(compiled: Compiled, operands: StepOperands, stream: int) -> None:
     assert o.lower_bound is not None
     if p.kind == "record" and not o.lower_bound * p.tokens >= chunked.MIN_LOG_GAMMA:
         raise ValueError(f"lower_bound={o.lower_bound} is too low for {p.tokens} tokens")
-    per, ctas = schedule(o.A_log.shape[0] * o.slots.shape[0], compiled.sms, compiled.most_items)
+    per, ctas = walk.halved(o.A_log.shape[0] * o.slots.shape[0], compiled.sms, compiled.most_items)
     cubin.launcher(compiled.binary).launch((ctas, 1, 1), arguments.values(o, per), stream, compiled.pdl)
 
 
@@ -342,8 +331,9 @@ class Request(NamedTuple):
 def kda_stream(A: Arguments, P: cutlass.Constexpr) -> None:
     cta, _, _ = arch.block_idx()
     here = place()
-    count = min(A.per, A.heads * A.requests - cta * A.per)
-    item = walk.first_item(cta, A.per, A.heads, A.requests)
+    ctas, _, _ = arch.grid_dim()
+    begin, count = walk.half_of(cta, ctas, A.per, A.heads * A.requests)
+    item = walk.item_at(begin, A.per, A.heads, A.requests)
 
     # The slot must be the first load: behind the copies it comes back a microsecond later.
     numbers = blocks.at(Int32, number_address(A, item.request, min(here.lane, P.numbers - 1), P), Int32(0))

@@ -1,7 +1,7 @@
-"""The walk of persistent CTAs over items.
+"""The walk of persistent CTAs over items, which are divided into runs of the same length: one for each SM.
 
-Blocks of as many requests as a CTA has items; in a block, head by head. Consecutive items of a CTA so share a head, and
-neighbouring CTAs work on neighbouring heads of one request at a time.
+Blocks of as many requests as a run has items; in a block, head by head. Consecutive items of a run so share a head, and
+neighbouring runs are at neighbouring heads of one request at a time. A run is that of one CTA, or of two in halves.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Item(NamedTuple):
 
 
 def schedule(items: int, ctas: int, least: int = 1) -> tuple[int, int]:
-    """Items per CTA, at least `least` and the same for all but the last, and CTAs, at most `ctas`.
+    """Items of a run that one CTA has, at least `least` and the same for all but the last, and CTAs, at most `ctas`.
 
     Raises ValueError if a count is below one.
     """
@@ -34,12 +34,40 @@ def schedule(items: int, ctas: int, least: int = 1) -> tuple[int, int]:
     return per, ceil_div(items, per)
 
 
+def halved(items: int, sms: int, most: int | None = None) -> tuple[int, int]:
+    """Items of a run that two CTAs share, and CTAs: two per SM, or more if each takes `most` items at most.
+
+    So no SM has more than its part of the items, rounded up; of two CTAs with as many as each other, that may be one
+    more. Raises ValueError if a count is below one.
+    """
+    if most is not None and most < 1:
+        raise ValueError(f"counts must be >= 1: {most=}")
+    per, runs = schedule(items, sms)
+    if most is not None and per > 2 * most:
+        per, runs = 2 * most, ceil_div(items, 2 * most)
+    last = items - (runs - 1) * per
+    return per, 2 * runs - (last <= ceil_div(per, 2)) if per > 1 else runs
+
+
 @cute.jit
-def first_item(cta: Int32, per: Int32, heads: Int32, requests: Int32) -> Item:
-    """A CTA's first item."""
+def half_of(cta: Int32, ctas: Int32, per: Int32, items: Int32) -> tuple[Int32, Int32]:
+    """Of runs in halves: where a CTA begins, and its items. The second halves belong to the last CTAs: those that come
+    when each SM has one.
+    """
+    runs = ctas
+    if per > 1:
+        runs = (ctas + 1) // 2
+    begin, count = cta * per, (per + 1) // 2
+    if cta >= runs:
+        begin, count = (cta - runs) * per + count, per - count
+    return begin, min(count, items - begin)
+
+
+@cute.jit
+def item_at(index: Int32, per: Int32, heads: Int32, requests: Int32) -> Item:
+    """The item of a place in the walk, by runs of `per` items."""
     size = min(per, requests)
     full = requests // size  # blocks of that size
-    index = cta * per
     block = min(index // (size * heads), full)
     index = index - block * size * heads
     first = block * size

@@ -248,7 +248,8 @@ def kda_ws(A: Arguments, P: cutlass.Constexpr) -> None:
 @cute.jit
 def run_of(A: Arguments, cta: Int32) -> tuple[Item, Int32]:
     """A CTA's first item and how many it has. For each group anew: nothing then stays in registers over all of them."""
-    return walk.first_item(cta, A.per, A.heads, A.requests), min(A.per, A.heads * A.requests - cta * A.per)
+    begin = cta * A.per
+    return walk.item_at(begin, A.per, A.heads, A.requests), min(A.per, A.heads * A.requests - begin)
 
 
 @cute.jit
