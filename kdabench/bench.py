@@ -31,6 +31,9 @@ HIDDEN = 7168
 """Hidden size of the model whose projections surround a step."""
 _PROJECTION_BYTES = 96 << 20
 """Above this much weight a projection has washed every L2: more would only add noise to the difference."""
+_MEMORY_BOUND_ROWS = 200
+"""Up to so many rows an H200 reads a projection's weights for longer than it computes."""
+_LEAST_HIDDEN = 512
 _MIN_REPLAY_US = 250.0
 _MEMORY_FRACTION = 0.85
 _DRIFT_REPLAYS = 50
@@ -100,38 +103,39 @@ class Neighbours:
 
 
 class WeightCache:
-    """Projection weights by head count, kept while consecutive cells share it."""
+    """Projection weights by their shape, kept while consecutive cells share it."""
 
     def __init__(self) -> None:
-        self._key: tuple[int, int] | None = None
+        self._key: tuple[int, int, int] | None = None
         self._weights: tuple[Tensor, Tensor] | None = None
 
     def clear(self) -> None:
         """Forget them: a faulty kernel may have written there."""
         self._key = self._weights = None
 
-    def get(self, pitch: int, channels: int) -> tuple[Tensor, Tensor]:
-        if self._key != (pitch, channels) or self._weights is None:
+    def get(self, pitch: int, channels: int, hidden: int) -> tuple[Tensor, Tensor]:
+        if self._key != (pitch, channels, hidden) or self._weights is None:
             self._weights = None
             g = torch.Generator("cuda").manual_seed(7)
-            hidden = hidden_size(pitch)
             std = hidden**-0.5
 
             def draw(*shape: int) -> Tensor:
                 return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(0, std, generator=g)
 
-            self._key = (pitch, channels)
+            self._key = (pitch, channels, hidden)
             self._weights = draw(MIN_COPIES, pitch, hidden), draw(MIN_COPIES, hidden, channels)
         return self._weights
 
 
-def hidden_size(pitch: int) -> int:
-    """Of the neighbours of a step with this row pitch: the model's, or as much as 96 MiB of projection weights hold.
+def hidden_size(pitch: int, rows: int) -> int:
+    """Of the neighbours of a step with this row pitch and this many rows: the model's, or as much as keeps their time
+    to that of reading 96 MiB of weights.
 
-    At 12 heads the two GEMMs take some 25 us. At 96 heads and full size it would be 200, and the difference of two such
-    times as noisy as a step of few requests is long.
+    At 12 heads the two GEMMs so take some 25 us. At full size it would be 200 with 96 heads, or 400 with 2048 rows, at
+    clocks that fall under a GEMM's power: a step of 7 or 80 us is not to be found in the difference of two such times.
     """
-    return min(HIDDEN, _PROJECTION_BYTES // (2 * pitch) // 64 * 64)
+    most = _PROJECTION_BYTES // (2 * pitch) * _MEMORY_BOUND_ROWS // max(rows, _MEMORY_BOUND_ROWS)
+    return min(HIDDEN, max(_LEAST_HIDDEN, most // 64 * 64))
 
 
 def copies_for(cell: Cell, l2_bytes: int) -> int:
@@ -153,7 +157,7 @@ def copies_for(cell: Cell, l2_bytes: int) -> int:
 def unique_bytes(cell: Cell, distinct: int) -> int:
     """Bytes that one replay over `distinct` copies touches, each counted once."""
     problem = cell.problem
-    between = MIN_COPIES * hidden_size(problem.pitch) * 2 * (problem.pitch + problem.channels)
+    between = MIN_COPIES * hidden_size(problem.pitch, problem.rows) * 2 * (problem.pitch + problem.channels)
     surrounded = cell.context == "layer" and not problem.folds_only
     return distinct * problem.bytes_moved + (between if surrounded else 0)
 
@@ -224,7 +228,7 @@ class CellBench:
 
     def _add_neighbours(self) -> None:
         problem = self.cell.problem
-        into, out_of = self.weights.get(problem.pitch, problem.channels)
+        into, out_of = self.weights.get(problem.pitch, problem.channels, hidden_size(problem.pitch, problem.rows))
         g = torch.Generator("cuda").manual_seed(11)
         hidden = torch.empty(problem.rows, into.shape[2], dtype=torch.bfloat16, device="cuda").normal_(
             0, 1, generator=g

@@ -81,3 +81,15 @@ def test_a_device_without_a_known_peak_rate_asks_nvml() -> None:
     telemetry: Any = SimpleNamespace(peak_bytes_per_us=lambda: 4.9e6)
     assert unknown.knowing(telemetry).peak_bytes_per_us == 4.9e6
     assert replace(unknown, peak_bytes_per_us=1e6).knowing(telemetry).peak_bytes_per_us == 1e6
+
+
+def test_neighbours_take_no_longer_than_their_weights_do() -> None:
+    """As wide as the model's while their weights are few and the rows too; then narrower, by either."""
+    sizes = {(heads, rows): bench.hidden_size(Problem("decode", rows, heads).pitch, rows)
+             for heads in (4, 12, 96) for rows in (1, 200, 400, 2048)}  # fmt: skip
+    assert sizes[4, 1] == sizes[12, 1] == sizes[12, 200] == 7168
+    assert sizes[96, 1] == sizes[96, 200] == 960
+    for (heads, rows), hidden in sizes.items():
+        weights = 2 * hidden * Problem("decode", rows, heads).pitch
+        assert hidden == 512 or weights * max(rows, 200) <= 200 * (96 << 20)
+        assert hidden % 64 == 0

@@ -181,7 +181,7 @@ def test_the_held_out_sweep_measures_what_a_policy_may_pick() -> None:
     assert {cell.heads for cell in others.cells} - heads
     most = max(cell.items for cell in dispatch.cells if cell.kind != "flush")
     assert max(cell.items for cell in others.cells) > most
-    assert 50 <= len(others.cells) <= 120
+    assert 50 <= len(others.cells) <= 200
 
 
 def test_many_records_take_seconds() -> None:
