@@ -251,6 +251,7 @@ class Course:
 
     begun   cells that are measured in any case
     target  see TARGET
+    most    cells to choose at most, the first ones of the rows among them; None: as many as the target asks for
     """
 
     def __init__(
@@ -260,9 +261,10 @@ class Course:
         processes: int,
         begun: Collection[Cell] = (),
         target: float = TARGET,
+        most: int | None = None,
     ) -> None:
         self._cells, self._candidates, self._processes = tuple(cells), tuple(candidates), processes
-        self._target = target
+        self._target, self._most = target, most
         splits = np.array([int(c.spec.get("split", 1)) for c in candidates])
         residents = np.array([residents_of(c) for c in candidates])
         self._rows = [_Row(row, splits, residents, target) for row in rows_of(cells)]
@@ -277,8 +279,10 @@ class Course:
     @property
     def total(self) -> int:
         """(cell, process) pairs in all: the most there may be, until the cells are chosen."""
-        chosen = [cell for cell, told in self._told.items() if 0 in told]
-        return self._processes * len(self._cells if self._next_cell() else chosen)
+        chosen = sum(map(bool, self._told.values()))
+        if self._next_cell() is not None:
+            chosen = len(self._cells) if self._most is None else min(len(self._cells), max(chosen + 1, self._most))
+        return self._processes * chosen
 
     def tell(self, cell: Cell, process: int, outcomes: Sequence[Record], sms: int | None) -> None:
         """What one process found in a cell, on a device with so many SMs (None: unknown).
@@ -316,6 +320,8 @@ class Course:
         for cell, told in self._told.items():
             if 0 not in told and (told or cell in self._wanted):
                 return cell
+        if self._most is not None and sum(map(bool, self._told.values())) >= self._most:
+            return None
         for n, row in enumerate(self._rows):
             if n not in self._widest:
                 self._widest[n] = row.widest(self._sms)

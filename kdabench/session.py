@@ -147,6 +147,7 @@ def run_sweep(
     share: Share = WHOLE,
     retry: bool = False,
     target: float | None = None,
+    most_cells: int | None = None,
     worker_main: WorkerMain = worker.main,
 ) -> Summary:
     """Measure what is left of `sweep` on "cuda:N", or replay it from `results`; everything is kept in out/<stem>.db.
@@ -155,6 +156,7 @@ def run_sweep(
     share        (k, n): every n-th cell from the k-th on, for n GPUs or machines; `merge` joins their journals
     retry        first forget the (cell, process) pairs in which a candidate failed
     target       not every cell, but as adaptive.py chooses until none can lose more than this ratio; shares are of rows
+    most_cells   with a target: of these cells no more than so many, or the first ones of the rows if those are more
     worker_main  what a worker process runs
     Raises JournalError or JournalBusy for the journal, ValueError for records that can't be replayed.
     """
@@ -171,7 +173,7 @@ def run_sweep(
         if retry:
             begun = [c for c in sweep.cells if any(journal.cell_state(c, n) != "new" for n in range(sweep.processes))]
             journal.reopen_failed()
-        queue = _Queue(sweep, share, journal, target, begun)
+        queue = _Queue(sweep, share, journal, target, begun, most_cells)
         listener(Event("plan", queue.done, queue.total))
         stopped_by = None
         try:
@@ -202,11 +204,18 @@ def run_sweep(
 class _Queue:
     """(cell, process) pairs in the order in which they are measured, each asked for when the one before it is done.
 
-    target, begun  None: every cell, process by process; else what an adaptive.Course says
+    target              None: every cell, process by process; else what an adaptive.Course says
+    begun, most_cells   of the course
     """
 
     def __init__(
-        self, sweep: Sweep, share: Share, journal: Journal, target: float | None, begun: Collection[Cell]
+        self,
+        sweep: Sweep,
+        share: Share,
+        journal: Journal,
+        target: float | None,
+        begun: Collection[Cell],
+        most_cells: int | None,
     ) -> None:
         self._journal, self._processes = journal, sweep.processes
         self.cells = sweep.cells[share[0] - 1 :: share[1]]
@@ -215,7 +224,7 @@ class _Queue:
             from kdabench import adaptive  # which needs numpy
 
             self.cells = adaptive.part(sweep.cells, *share)
-            self._course = adaptive.Course(self.cells, sweep.candidates, sweep.processes, begun, target)
+            self._course = adaptive.Course(self.cells, sweep.candidates, sweep.processes, begun, target, most_cells)
             left = set(self.left)
             for pair in self._pairs():
                 if pair not in left:

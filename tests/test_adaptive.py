@@ -98,6 +98,16 @@ def test_a_crossover_is_found_with_few_cells() -> None:
     assert most_lost(cells, crossing(40.5), found) < adaptive.TARGET
 
 
+def test_the_cells_may_be_limited() -> None:
+    """Those that are chosen are the first that would be chosen without a limit; later processes measure no others."""
+    cells = row(range(1, 257))
+    whole = [cell for cell, process in chosen(cells, crossing(40.5)) if process == 0]
+    for most in (1, 5, len(whole), 100):
+        found = chosen(cells, crossing(40.5), processes=2, most=most)
+        assert [cell for cell, process in found if process == 0] == whole[: max(3, most)]
+        assert {cell for cell, process in found if process == 1} == set(whole[: max(3, most)])
+
+
 def test_a_row_with_one_clear_winner_is_left_alone() -> None:
     cells = row(range(1, 257))
     assert len(chosen(cells, lambda cell, c: 10.0 if c is ONE else 11.0)) == 3
@@ -256,8 +266,11 @@ def test_the_command(
     assert capsys.readouterr().out.startswith("6 cells at first, at most 22, x 1 candidates x 1 processes")
     assert cli._status([*command, "--adaptive", "--target", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["done"] == 6, "one candidate: nothing to be lost between the first cells"
-    assert cli._status([*command, "--target", "1"]) == 2
-    assert "needs --adaptive" in capsys.readouterr().err
+    assert cli._status([*command, "--adaptive", "--cells", "9", "--dry-run"]) == 0
+    assert capsys.readouterr().out.startswith("6 cells at first, at most 9,")
+    for option in ("--target", "--cells"):
+        assert cli._status([*command, option, "1"]) == 2
+        assert f"{option}: needs --adaptive" in capsys.readouterr().err
 
 
 def test_recorded_cells_make_a_good_policy_with_fewer_of_them() -> None:

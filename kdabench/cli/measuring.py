@@ -46,6 +46,10 @@ Target = Annotated[
         "--target", metavar="PERCENT", min=0, help="With --adaptive: leave out where less than this can be lost (0.5)."
     ),
 ]
+Cells = Annotated[
+    int | None,
+    typer.Option("--cells", metavar="N", min=1, help="With --adaptive: choose at most N cells."),
+]
 Variants = Annotated[
     list[str] | None, typer.Option("--variant", metavar="NAME", help="Only this variant; may be given several times.")
 ]
@@ -59,6 +63,7 @@ def sweep(
     share: Share = "1/1",
     adaptive: Adaptive = False,
     target: Target = None,
+    cells: Cells = None,
     retry: Annotated[
         bool, typer.Option("--retry", help="Measure again the cells in which a candidate failed.")
     ] = False,
@@ -85,14 +90,16 @@ def sweep(
     inputs.require_sweep_file(file)
     part = parse_share(share)
     most_lost = _target(adaptive, target)
+    if cells is not None and not adaptive:
+        console.fail("--cells: needs --adaptive")
     where = inputs.find_device(device, results)
     plan = inputs.load_sweep(file, where.sms)
     if dry_run:
-        _estimate(plan, where, adaptive, as_json)
+        _estimate(plan, where, adaptive, as_json, cells)
         return
     summary = run(
         plan, where, device, out=out, results=results, budget=budget, as_json=as_json, share=part, retry=retry,
-        cell_seconds=cell_seconds, most_lost=most_lost,
+        cell_seconds=cell_seconds, most_lost=most_lost, most_cells=cells,
     )  # fmt: skip
     if summary.stopped_by is not None:
         finish(summary)
@@ -118,10 +125,12 @@ def run(
     retry: bool = False,
     cell_seconds: float | None = None,
     most_lost: float | None = None,
+    most_cells: int | None = None,
 ) -> Summary:
     """Sweep with progress on stderr; the first line says whether it measures or replays.
 
-    most_lost  target of an adaptive sweep, as a ratio; None measures every cell
+    most_lost   target of an adaptive sweep, as a ratio; None measures every cell
+    most_cells  that it chooses; None: as many as the target asks for
     """
     from kdabench import session
     from kdabench.measure import Plan
@@ -142,6 +151,7 @@ def run(
             share=share,
             retry=retry,
             target=most_lost,
+            most_cells=most_cells,
             listener=listener,
             plan=None if cell_seconds is None else Plan(seconds=cell_seconds),
         )
@@ -199,12 +209,15 @@ def cell_name(cell: Cell) -> str:
     return text + (f" context={cell.context}" if cell.context != "layer" else "")
 
 
-def _estimate(plan: Sweep, target: inputs.Device, adaptive: bool, as_json: bool) -> None:
+def _estimate(plan: Sweep, target: inputs.Device, adaptive: bool, as_json: bool, most_cells: int | None) -> None:
     from kdabench import session
     from kdabench.adaptive import first_cells, rows_of
 
     cells, candidates, seconds = session.dry_run(plan, target.choice)
     first = sum(len(first_cells(row)) for row in rows_of(plan.cells)) if adaptive else cells
+    if most_cells is not None and most_cells < cells:
+        most = max(first, most_cells)
+        cells, seconds = most, seconds * most / cells
     if as_json:
         console.emit_json(
             {
