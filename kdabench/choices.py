@@ -2,8 +2,9 @@
 
 Of the candidates within the tie band of a cell's best, any will do. Between a row's own cells decides what the cells
 nearby say, of whatever heads and tokens: what a candidate loses there, in the mean, with weights that fall with the
-distance in items, heads, tokens and waves of CTAs. A row, the candidates along the items of one head count, is what
-loses least and changes least often; by dynamic programming, exactly.
+distance in items, heads, tokens and waves of CTAs; and how far this mean of the others is off in the row's own cells.
+A row, the candidates along the items of one head count, is what loses least and changes least often; by dynamic
+programming, exactly.
 Why not thresholds by kind, or by kind and tokens: see docs/policy.md.
 """
 
@@ -19,7 +20,9 @@ from kdabench.ladder import PARTS, WAVES, cheapest_path, place_cut
 from kdabench.regret import FLUSH, TIE, Floats, Grid, Ints, resampled_log_us
 
 _CHANGE = 0.01  # cost of a change along a row, in log units
-_NEAR = {"items": 0.1, "waves": 0.1, "tokens": 0.2, "heads": 0.7}  # log ratios over which a weight falls by e
+_NEAR = {"items": 0.1, "waves": 0.1, "tokens": 0.3, "heads": 0.7}  # log ratios over which a weight falls by e
+_NEAR_FEW = 0.35  # of heads with items for less than half of the SMs, where the GEMMs around a step tell in its time
+_ALONG = 0.7  # the same of items, for what a row's own cells lose beyond the mean of the others
 _MOST = 0.3  # what a cell nearby can cost at most, in log units
 _NO_TIME = 1.0  # cost where a candidate has no time, so that what runs comes first
 
@@ -36,9 +39,10 @@ class _Part:
     step, states      the step and the indices of the candidates with any time in it, those that are good in most of its
                       cells first
     rows              [cells] their place in the grid
-    features          [cells, 4] logs of items, waves, tokens and heads, over what _NEAR says
+    features          [cells, 2] logs of items and waves, over what _NEAR says
     levels            items of any of the cells, ascending
-    level_features    [levels, 2] as features, of items and waves
+    level_features    [levels, 2] as features
+    heads_reach       [levels] what _NEAR or _NEAR_FEW says of heads
     """
 
     step: Step
@@ -50,19 +54,26 @@ class _Part:
     features: Floats
     levels: Ints
     level_features: Floats
+    heads_reach: Floats
 
     def own(self, heads: int) -> Ints:
         """Which cells are those of a row."""
         return np.flatnonzero((self.tokens == self.step[1]) & (self.heads == heads))
 
-    def weights(self, heads: int) -> Floats:
-        """[levels, cells] how much the cells say about a row's levels; 1 together."""
-        here = np.log([self.step[1], heads]) / [_NEAR["tokens"], _NEAR["heads"]]
-        across = np.abs(self.features[:, 2:] - here).sum(axis=1)
-        along = np.abs(self.level_features[:, None] - self.features[None, :, :2]).sum(axis=2)
-        distance = across + along
-        weights = np.exp(distance.min(axis=1, keepdims=True) - distance)
-        found: Floats = weights / weights.sum(axis=1, keepdims=True)
+    def expected(self, loss: Floats, heads: int) -> Floats:
+        """[..., levels, states] what a row is expected to lose at a level. loss: [..., cells, states]"""
+        own = self.own(heads)
+        others = np.setdiff1d(np.arange(len(self.items)), own)
+        along = np.abs(self.level_features[:, None] - self.features[others]).sum(axis=2)
+        tokens = np.abs(np.log(self.tokens[others] / self.step[1])) / _NEAR["tokens"]
+        distance = along + tokens + np.abs(np.log(self.heads[others] / heads)) / self.heads_reach[:, None]
+        weights = np.exp(distance.min(axis=1, keepdims=True, initial=math.inf) - distance)
+        found: Floats = weights / weights.sum(axis=1, keepdims=True) @ loss[..., others, :]
+
+        at = np.searchsorted(self.levels, self.items[own])
+        reach = np.exp(-np.abs(np.log(self.levels[:, None] / self.items[own])) / _ALONG)
+        found += reach / (1 + reach.sum(axis=1, keepdims=True)) @ (loss[..., own, :] - found[..., at, :])
+        found[..., at, :] = loss[..., own, :]
         return found
 
 
@@ -79,9 +90,9 @@ def _parts(grid: Grid, sms: int) -> Iterator[_Part]:
         order = np.argsort(-(loss <= math.log1p(TIE)).sum(axis=0), kind="stable")
         items, tokens, heads = (values[rows] for values in (grid.cells.items, grid.cells.tokens, grid.cells.heads))
         levels = np.unique(items)
-        across = np.log([tokens, heads]).T / [_NEAR["tokens"], _NEAR["heads"]]
-        features = np.hstack([_along(items, sms), across])
-        yield _Part(step, states[order], rows, tokens, heads, items, features, levels, _along(levels, sms))
+        reach = np.where(2 * levels < sms, _NEAR_FEW, _NEAR["heads"])
+        along = _along(items, sms), levels, _along(levels, sms)
+        yield _Part(step, states[order], rows, tokens, heads, items, *along, reach)
 
 
 def _along(items: Ints, sms: int) -> Floats:
@@ -115,7 +126,7 @@ def find_rows(grid: Grid, sms: int) -> Rows:
 
 def _path(part: _Part, loss: Floats, heads: int) -> tuple[Ints, Floats]:
     """[batch, levels] states of a row, and [batch, levels, states] what they are expected to lose at a level."""
-    costs = part.weights(heads) @ np.where(np.isinf(loss), _NO_TIME, np.minimum(loss, _MOST))
+    costs = part.expected(np.where(np.isinf(loss), _NO_TIME, np.minimum(loss, _MOST)), heads)
     bounds = costs.copy()
     own = part.own(heads)
     bounds[:, np.searchsorted(part.levels, part.items[own])] = np.where(loss[:, own] <= math.log1p(TIE), 0.0, math.inf)

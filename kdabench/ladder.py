@@ -224,10 +224,14 @@ def place_cut(
     """The first item count above `low`, up to `high`, of the rule's other side.
 
     Where the items begin to exceed one of WAVES, or one of `parts` of a wave, if that lies between; else at the
-    interpolated zero of the log ratio over log items; else at the geometric mean. sms None: wherever waves end, it
-    doesn't matter.
+    interpolated zero of the log ratio over log items; else at the end where the ratio is nearer to zero; else at the
+    geometric mean. sms None: wherever waves end, it doesn't matter.
     """
-    share = -ratio_low / (ratio_high - ratio_low) if ratio_low < 0 < ratio_high else 0.5
+    share = 0.5
+    if ratio_low < 0 < ratio_high:
+        share = -ratio_low / (ratio_high - ratio_low)
+    elif abs(ratio_low) != abs(ratio_high):
+        share = 1.0 if abs(ratio_high) < abs(ratio_low) else 0.0
     position = math.exp(math.log(low) + share * math.log(high / low))
     ends = [] if sms is None else [*(sms // part for part in parts), *(waves * sms for waves in range(1, WAVES + 1))]
     between = [end + 1 for end in ends if low <= end < high]
