@@ -252,7 +252,7 @@ def _constants(policy: Policy) -> Iterator[str]:
     yield ""
     yield "# Thresholds in items = heads * requests; None: never."
     for rule in RULES:
-        yield f"{rule.upper()}: {_TYPES.get(rule, 'int | None')} = {_value(getattr(policy, rule))}"
+        yield from _literal(f"{rule.upper()}: {_TYPES.get(rule, 'int | None')} = ", getattr(policy, rule), "")
     yield ""
     yield from _literal("OPTIONS: dict[str, Options] = ", policy.options, "")
     yield "# variant -> (kind, tokens) -> options, before OPTIONS"

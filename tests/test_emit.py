@@ -298,6 +298,7 @@ def test_generated_modules_are_clean(tmp_path: Path, fitted: tuple[Policy, str])
     long = {f"option_{i}": "x" * 20 for i in range(5)}
     step_options = {"KdaWS": {("record", 2): long, ("decode", 1): {"pdl": True}}, "KdaWide": {("spec", 4): long}}
     texts["windows"] = emit.emit(make(**RULES | windows(), step_options=step_options, schedule={6: {1: long}}))
+    texts["heads"] = emit.emit(make(**RULES | {"fused_items": {heads: 100 + heads for heads in range(4, 100, 8)}}))
     texts["long"] = emit.emit(make(options={"stock": long, "KdaWS": {}}, **windows()))
     for i, name in enumerate(n for n in AWKWARD if len(n) < 100):
         texts[f"name{i}"] = emit.emit(make(origin=policy.Origin(**vars(make().origin) | {"device": name})))

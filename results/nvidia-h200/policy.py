@@ -486,7 +486,18 @@ CHOICES: dict[tuple[str, int], dict[int, dict[int, Taker]]] = {
 # fmt: on
 
 # Thresholds in items = heads * requests; None: never.
-FUSED_ITEMS: dict[int, int | None] = {4: 79, 6: 203, 8: 102, 12: 213, 16: 95, 24: 278, 32: 103, 48: 178, 64: 156, 96: 263}
+FUSED_ITEMS: dict[int, int | None] = {
+    4: 79,
+    6: 203,
+    8: 102,
+    12: 213,
+    16: 95,
+    24: 278,
+    32: 103,
+    48: 178,
+    64: 156,
+    96: 263,
+}
 FUSED_DEFAULT_ITEMS: int | None = 215
 FUSED_SPLIT: dict[int, int] = {1: 1}
 FUSED_WS_ITEMS: int | None = 397
