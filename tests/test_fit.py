@@ -193,6 +193,15 @@ def test_a_cut_stays_inside_its_bracket(low: int, width: int, a: float, b: float
     assert low < ladder.place_cut(low, low + width, a, b, 132) <= low + width
 
 
+@pytest.mark.parametrize(
+    ("ratios", "first"),
+    [((-1, 1), 33), ((-0.133, -0.004), 40), ((0.004, 0.133), 27), ((-0.1, -0.1), 33), ((0, 0), 33), ((-3, 1), 36)],
+)
+def test_a_change_lies_where_the_ratio_is_nearest_to_zero(ratios: tuple[float, float], first: int) -> None:
+    """Between 26 and 40 items."""
+    assert ladder.place_cut(26, 40, *ratios, None) == first
+
+
 def test_never_and_always() -> None:
     assert run(line({1: (2, 1), 4: (2, 1)}))[0].stock_items["decode"] is None
     assert run(line({1: (1, 2), 4: (1, 2)}))[0].stock_items["decode"] == 1
