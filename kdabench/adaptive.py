@@ -28,6 +28,7 @@ from itertools import pairwise
 import numpy as np
 
 from kdabench.ladder import PARTS, place_cut
+from kdabench.policy import STREAMING
 from kdabench.records import Candidate, Cell, Record
 from kdabench.regret import TIE, Floats, Ints
 
@@ -39,7 +40,6 @@ MOST = 15
 _RATIO = 16.0  # of the requests of a row's first cells
 _BEND = 0.02  # of a log ratio in the middle of a bracket whose items double, or more
 _DOUBT = 2.0  # standard errors within which a rival may be the fastest after all
-_PERSISTENT = ("KdaWS", "KdaStream", "KdaFusedWS")  # variants that divide the items among the SMs
 _UNKNOWN_RESIDENTS = 8  # up to how many CTAs per SM an edge is looked for where their number isn't known
 _MEDIAN = 1.2533  # standard error of a median over that of a mean
 
@@ -49,7 +49,7 @@ def residents_of(candidate: Candidate) -> int:
     the other; 0 if that isn't known.
     """
     spec = candidate.spec
-    return int(spec.get("ctas") or spec.get("ctas_per_sm") or candidate.variant in _PERSISTENT)
+    return int(spec.get("ctas") or spec.get("ctas_per_sm") or candidate.variant in STREAMING)
 
 
 def rows_of(cells: Sequence[Cell]) -> list[tuple[Cell, ...]]:
@@ -264,7 +264,7 @@ class Course:
         most: int | None = None,
     ) -> None:
         self._cells, self._candidates, self._processes = tuple(cells), tuple(candidates), processes
-        self._target, self._most = target, most
+        self._target, self._most = target, len(cells) if most is None else most
         splits = np.array([int(c.spec.get("split", 1)) for c in candidates])
         residents = np.array([residents_of(c) for c in candidates])
         self._rows = [_Row(row, splits, residents, target) for row in rows_of(cells)]
@@ -279,10 +279,14 @@ class Course:
     @property
     def total(self) -> int:
         """(cell, process) pairs in all: the most there may be, until the cells are chosen."""
-        chosen = sum(map(bool, self._told.values()))
+        chosen = self._chosen
         if self._next_cell() is not None:
-            chosen = len(self._cells) if self._most is None else min(len(self._cells), max(chosen + 1, self._most))
+            chosen = min(len(self._cells), max(chosen + 1, self._most))
         return self._processes * chosen
+
+    @property
+    def _chosen(self) -> int:
+        return sum(map(bool, self._told.values()))
 
     def tell(self, cell: Cell, process: int, outcomes: Sequence[Record], sms: int | None) -> None:
         """What one process found in a cell, on a device with so many SMs (None: unknown).
@@ -320,7 +324,7 @@ class Course:
         for cell, told in self._told.items():
             if 0 not in told and (told or cell in self._wanted):
                 return cell
-        if self._most is not None and sum(map(bool, self._told.values())) >= self._most:
+        if self._chosen >= self._most:
             return None
         for n, row in enumerate(self._rows):
             if n not in self._widest:

@@ -23,7 +23,7 @@ from kda_kernels.gpu import Gpu
 from kda_kernels.operands import CommitOperands, Operands, StepOperands, make_commit, make_step
 from kdabench.clock import MIN_COPIES, rotation
 from kdabench.graphs import CaptureFailedError, GraphClock, Timed, WrongKernelError, capture, require_kernels
-from kdabench.problem import ceil_div
+from kdabench.problem import Problem, ceil_div
 from kdabench.records import COLD_FACTOR, Candidate, Cell, Status, l2_state
 from kdabench.telemetry import Telemetry
 
@@ -113,8 +113,9 @@ class WeightCache:
         """Forget them: a faulty kernel may have written there."""
         self._key = self._weights = None
 
-    def get(self, pitch: int, channels: int, hidden: int) -> tuple[Tensor, Tensor]:
-        if self._key != (pitch, channels, hidden) or self._weights is None:
+    def get(self, problem: Problem) -> tuple[Tensor, Tensor]:
+        pitch, channels, hidden = key = problem.pitch, problem.channels, hidden_size(problem)
+        if self._key != key or self._weights is None:
             self._weights = None
             g = torch.Generator("cuda").manual_seed(7)
             std = hidden**-0.5
@@ -122,19 +123,18 @@ class WeightCache:
             def draw(*shape: int) -> Tensor:
                 return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(0, std, generator=g)
 
-            self._key = (pitch, channels, hidden)
+            self._key = key
             self._weights = draw(MIN_COPIES, pitch, hidden), draw(MIN_COPIES, hidden, channels)
         return self._weights
 
 
-def hidden_size(pitch: int, rows: int) -> int:
-    """Of the neighbours of a step with this row pitch and this many rows: the model's, or as much as keeps their time
-    to that of reading 96 MiB of weights.
+def hidden_size(problem: Problem) -> int:
+    """Of a step's neighbours: the model's, or as much as keeps their time to that of reading 96 MiB of weights.
 
     At 12 heads the two GEMMs so take some 25 us. At full size it would be 200 with 96 heads, or 400 with 2048 rows, at
     clocks that fall under a GEMM's power: a step of 7 or 80 us is not to be found in the difference of two such times.
     """
-    most = _PROJECTION_BYTES // (2 * pitch) * _MEMORY_BOUND_ROWS // max(rows, _MEMORY_BOUND_ROWS)
+    most = _PROJECTION_BYTES // (2 * problem.pitch) * _MEMORY_BOUND_ROWS // max(problem.rows, _MEMORY_BOUND_ROWS)
     return min(HIDDEN, max(_LEAST_HIDDEN, most // 64 * 64))
 
 
@@ -157,7 +157,7 @@ def copies_for(cell: Cell, l2_bytes: int) -> int:
 def unique_bytes(cell: Cell, distinct: int) -> int:
     """Bytes that one replay over `distinct` copies touches, each counted once."""
     problem = cell.problem
-    between = MIN_COPIES * hidden_size(problem.pitch, problem.rows) * 2 * (problem.pitch + problem.channels)
+    between = MIN_COPIES * hidden_size(problem) * 2 * (problem.pitch + problem.channels)
     surrounded = cell.context == "layer" and not problem.folds_only
     return distinct * problem.bytes_moved + (between if surrounded else 0)
 
@@ -228,7 +228,7 @@ class CellBench:
 
     def _add_neighbours(self) -> None:
         problem = self.cell.problem
-        into, out_of = self.weights.get(problem.pitch, problem.channels, hidden_size(problem.pitch, problem.rows))
+        into, out_of = self.weights.get(problem)
         g = torch.Generator("cuda").manual_seed(11)
         hidden = torch.empty(problem.rows, into.shape[2], dtype=torch.bfloat16, device="cuda").normal_(
             0, 1, generator=g

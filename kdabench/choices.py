@@ -91,8 +91,8 @@ def _parts(grid: Grid, sms: int) -> Iterator[_Part]:
         items, tokens, heads = (values[rows] for values in (grid.cells.items, grid.cells.tokens, grid.cells.heads))
         levels = np.unique(items)
         reach = np.where(2 * levels < sms, _NEAR_FEW, _NEAR["heads"])
-        along = _along(items, sms), levels, _along(levels, sms)
-        yield _Part(step, states[order], rows, tokens, heads, items, *along, reach)
+        features, level_features = _along(items, sms), _along(levels, sms)
+        yield _Part(step, states[order], rows, tokens, heads, items, features, levels, level_features, reach)
 
 
 def _along(items: Ints, sms: int) -> Floats:

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
 from kdabench import device, records
-from kdabench.policy import RULES, Options, Policy, ScheduleTable
+from kdabench.policy import RULES, STREAMING, Options, Policy, ScheduleTable
 from kdabench.records import SpecValue
 from kdabench.records import write_atomic as write_atomic  # what is emitted is written with it
 
@@ -49,7 +49,8 @@ def emit(policy: Policy, evidence: Evidence | None = None, format: Format = "mod
     environment = Environment(loader=loader, undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False)
     template = environment.get_template("policy.py.j2")
     constants = "\n".join(_constants(policy))
-    return template.render(origin=policy.origin, header=list(_header(policy, evidence)), constants=constants)
+    header = list(_header(policy, evidence))
+    return template.render(origin=policy.origin, header=header, constants=constants, streaming=_value(STREAMING))
 
 
 def load(text: str, name: str = "kdabench_policy") -> ModuleType:

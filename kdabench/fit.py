@@ -26,6 +26,7 @@ from kdabench.policy import (
     FITTED_KINDS,
     OTHERS_GATE_MODE,
     STEP_KINDS,
+    STREAMING,
     WINDOW_KINDS,
     Options,
     Origin,
@@ -57,7 +58,6 @@ from kdabench.regret import (
 from kdabench.schedules import Group, own_schedules, shared_schedules, table_of, thinned
 
 VERSIONS = ("cuda", "driver", "torch", "triton", "cutlass_dsl")
-_STREAMING = ("KdaWS", "KdaStream", "KdaFusedWS")
 _SETTLED = 0.9
 _AT_ONCE = 20  # resamples whose thresholds are solved together: more take memory and save little
 
@@ -384,7 +384,7 @@ def _evidence(
     if default is not None:
         ways["default schedule"] = np.full(len(grid.cells), default)
     baselines = {name: found for name, way in ways.items() if (found := summarize(grid, way))}
-    if any(grid.of(variant) for variant in _STREAMING):
+    if any(grid.of(variant) for variant in STREAMING):
         baselines |= _not_streamable(grid, module)
     singles = [name for name in baselines if name.startswith("only ")]
     regret = summarize(grid, picked)
@@ -412,7 +412,7 @@ def _evidence(
 def _not_streamable(grid: Grid, module: ModuleType) -> dict[str, Any]:
     """The regret where nothing streams, against the fastest that doesn't."""
     process_us = grid.process_us.copy()
-    process_us[:, [i for variant in _STREAMING for i in grid.of(variant)]] = np.nan
+    process_us[:, [i for variant in STREAMING for i in grid.of(variant)]] = np.nan
     rest = replace(grid, process_us=process_us)
     found = summarize(rest, picks(rest, lambda *key: module.ranked(*key, streamable=False)))
     return {"not streamable": found} if found else {}

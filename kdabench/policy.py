@@ -22,6 +22,9 @@ STEP_KINDS = ("decode", "spec", "record")
 WINDOW_KINDS = ("record", "spec")
 FITTED_KINDS = (*STEP_KINDS, "replay")
 """Kinds that a fit covers. A replay below its threshold is a flush and a record."""
+STREAMING = ("KdaWS", "KdaStream", "KdaFusedWS")
+"""Persistent variants: the items are divided among the SMs, and the next one is copied in while this one is worked on.
+So they need a streamable step."""
 DEFAULT_GATE_MODE = 2
 """Of KdaSplit's Spec."""
 OTHERS_GATE_MODE = 0

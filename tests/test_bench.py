@@ -85,7 +85,7 @@ def test_a_device_without_a_known_peak_rate_asks_nvml() -> None:
 
 def test_neighbours_take_no_longer_than_their_weights_do() -> None:
     """As wide as the model's while their weights are few and the rows too; then narrower, by either."""
-    sizes = {(heads, rows): bench.hidden_size(Problem("decode", rows, heads).pitch, rows)
+    sizes = {(heads, rows): bench.hidden_size(Problem("decode", rows, heads))
              for heads in (4, 12, 96) for rows in (1, 200, 400, 2048)}  # fmt: skip
     assert sizes[4, 1] == sizes[12, 1] == sizes[12, 200] == 7168
     assert sizes[96, 1] == sizes[96, 200] == 960

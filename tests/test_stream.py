@@ -81,8 +81,7 @@ def test_ctas_cover_all_items_once(heads: int, requests: int, sms: int) -> None:
     assert all(found)
     assert sorted(itertools.chain(*found)) == list(itertools.product(range(heads), range(requests)))
     counts = [len(part) for part in found]
-    free = sms - len(counts[:sms])
-    loads = [a + b for a, b in itertools.zip_longest(counts[:sms], counts[sms + free :], fillvalue=0)]
+    loads = [a + b for a, b in itertools.zip_longest(counts[:sms], counts[sms:], fillvalue=0)]
     assert max(loads) <= -(-items // sms)
 
 

@@ -89,9 +89,10 @@ def sweep(
     """
     inputs.require_sweep_file(file)
     part = parse_share(share)
+    for option, value in (("--target", target), ("--cells", cells)):
+        if value is not None and not adaptive:
+            console.fail(f"{option}: needs --adaptive")
     most_lost = _target(adaptive, target)
-    if cells is not None and not adaptive:
-        console.fail("--cells: needs --adaptive")
     where = inputs.find_device(device, results)
     plan = inputs.load_sweep(file, where.sms)
     if dry_run:
@@ -166,9 +167,7 @@ def parse_share(text: str) -> tuple[int, int]:
 
 
 def _target(adaptive: bool, percent: float | None) -> float | None:
-    """As run_sweep takes it. Ends the command for a target without --adaptive."""
-    if percent is not None and not adaptive:
-        console.fail("--target: needs --adaptive")
+    """As run_sweep takes it."""
     if not adaptive:
         return None
     from kdabench.adaptive import TARGET
