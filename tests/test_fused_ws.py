@@ -248,8 +248,8 @@ def test_gate_weights_stay_and_states_stream(tokens: int, tmp_path: Path) -> Non
     """Gate weights are loaded at the start and behind a change of heads, not per item; states by cp.async alone."""
     text = sass_of(fused_ws.compile(problem(tokens), fused_ws.Spec(), H200).binary.image, tmp_path)
     assert not re.findall(r"\b(?:STL|LDL)\b", text)
-    assert len(re.findall(r"\bLDG\.E\.64\b", text)) == 2 * 16
-    assert not re.findall(r"\bLDG\.E\.128\b", text)
+    assert len(re.findall(r"\bLDG\.E\.128\b", text)) == 2 * 8
+    assert not re.findall(r"\bLDG\.E\.64\b", text)
     assert len(re.findall(r"\bBAR\.SYNC", text)) == 1 + 5
     # Gate, A and B, a line folded and multiplied, T and C.
     tiles = tokens // 4

@@ -280,8 +280,8 @@ def test_gate_weights_stay_and_states_stream(tmp_path: Path) -> None:
     """Gate weights are loaded at the start and behind a change of heads, not per item; states by cp.async alone."""
     text = sass_of(stream.compile(problem("decode"), stream.Spec(), H200).binary.image, tmp_path)
     assert not re.findall(r"\b(?:STL|LDL)\b", text)
-    assert len(re.findall(r"\bLDG\.E\.64\b", text)) == 2 * 16
-    assert not re.findall(r"\bLDG\.E\.128\b", text)
+    assert len(re.findall(r"\bLDG\.E\.128\b", text)) == 2 * 8
+    assert not re.findall(r"\bLDG\.E\.64\b", text)
     assert len(re.findall(r"\bSTG\.E\.128\b", text)) >= 4
     assert len(re.findall(r"\bBAR\.SYNC", text)) == 1 + 2
 

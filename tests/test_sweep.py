@@ -232,7 +232,7 @@ def test_standard_files(name: str) -> None:
     layer = {c.kind for c in found.cells if c.context == "layer"}
     assert {c.context for c in found.cells} <= {"layer", "isolated"}
     assert layer == ({c.kind for c in found.cells} - {"flush"} if name in ("dispatch", "quick") else set())
-    most = 130_000 if name == "dispatch" else 80_000  # the larger one is for choosing from: `sweep --adaptive`
+    most = 150_000 if name == "dispatch" else 80_000  # the larger one is for choosing from: `sweep --adaptive`
     assert len(found.cells) * len(found.candidates) * found.processes < most
     gpu = Gpu("sm_90a", SMS)
     for candidate in found.candidates:

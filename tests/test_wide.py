@@ -153,10 +153,11 @@ def test_a_line_is_multiplied_before_the_next_is_awaited(tmp_path: Path, ctas: i
     spec = replace(CHUNKED, ctas=ctas)
     sass = sass_of(wide.compile(problem(), spec, H200).binary.image, tmp_path)
     assert not re.findall(r"\b(?:STL|LDL)\b", sass)
-    assert len(re.findall(r"\bLDG\.E\.64\b", sass)) == 16 + 5  # gate weights; taps and bias
+    assert len(re.findall(r"\bLDG\.E\.128\b", sass)) == 8  # gate weights
+    assert len(re.findall(r"\bLDG\.E\.64\b", sass)) == 5  # taps and bias
     # The first copies of the state follow the weights, so that these don't queue behind them.
     first_gate = sass.index("HMMA.16816.F32.BF16")
-    weights = max(m.start() for m in re.finditer(r"\bLDG\.E\.64\b", sass))
+    weights = max(m.start() for m in re.finditer(r"\bLDG\.E\.(?:64|128)\b", sass))
     copies = [m.start() for m in re.finditer(r"\bLDGSTS\.E\.BYPASS(?:\.LTC128B)?\.128\b", sass)]
     assert len([at for at in copies if weights < at < first_gate]) == 4 * wide.plan(problem(), spec).staged
     # Products: gate 8, A and B 6; a loop of 12, one turn per line; T and C 4.

@@ -52,7 +52,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from kda_kernels import arguments, blocks, chunked, conv_window, cubin, prologue, wide_prologue
+from kda_kernels import arguments, blocks, chunked, conv_window, cubin, gate_product, prologue, wide_prologue
 from kda_kernels.arguments import Arguments
 from kda_kernels.conv_window import HISTORY, Window
 from kda_kernels.gpu import Gpu
@@ -65,6 +65,7 @@ SOURCES = (
     "fused.py",
     "wide_prologue.py",
     "chunked.py",
+    "gate_product.py",
     "prologue.py",
     "conv_window.py",
     "arguments.py",
@@ -715,13 +716,15 @@ def kda_fused_lines(A: Arguments, P: cutlass.Constexpr) -> None:
         conv_window.load_all(M, conv_window.window_of(A, page, start), at, P)
         arch.cp_async_commit_group()
         u = cute.make_rmem_tensor((2, 2), Float32)
-        gate_weights = cute.make_rmem_tensor((2, 2, chunked.STEPS), Uint32)
+        gate_weights = cute.make_rmem_tensor(gate_product.WEIGHTS, Uint32)
         taps = cute.make_rmem_tensor((2, CONV_WIDTH), P.conv_dtype)
         bias = cute.make_rmem_tensor(2, P.conv_dtype)
         state = prologue.state_of(A, page, at.head, P)
         if warp < chunked.WARPS:
             load_corrections(u, record, warp, lane, P)
-            wide_prologue.load_weights(A, gate_weights, taps, bias, at, P)
+            features = A.f_b + Int64(at.channel) * gate_product.ROW_BYTES
+            gate_product.load_weights(gate_weights, features, warp, lane)
+            wide_prologue.load_taps(A, taps, bias, at, P)
         for line in range_constexpr(P.staged):
             if warp < chunked.WARPS:
                 ask_line(M, state, Int32(line), at, P)
@@ -734,7 +737,7 @@ def kda_fused_lines(A: Arguments, P: cutlass.Constexpr) -> None:
         window = conv_window.window_of(A, page, max(n - 1, Int32(0)))
         exp_A = blocks.exp(M.A_log[0])
         if warp < chunked.WARPS:
-            raw = chunked.raw_gates(gate_weights, M.f_a, lane, P.chains, P)
+            raw = gate_product.raw_gates(gate_weights, M.f_a, lane, P)
             chunked.store_gammas(raw, M.gamma, M.dt_bias, exp_A, A.lower_bound, record, warp, lane, P)
         if warp < chunked.CONVOLVING_WARPS:
             chunked.convolve_with(taps, bias, M, M.qkv, window, record, at.tid, P)

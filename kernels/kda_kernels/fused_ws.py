@@ -41,7 +41,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from kda_kernels import arguments, blocks, chunked, cubin, fused, prologue, stream, walk
+from kda_kernels import arguments, blocks, chunked, cubin, fused, gate_product, prologue, stream, walk
 from kda_kernels.arguments import Arguments
 from kda_kernels.gpu import Gpu
 from kda_kernels.operands import StepOperands
@@ -315,7 +315,7 @@ def kda_fused_ws(A: Arguments, P: cutlass.Constexpr) -> None:
     M = allocate(P)
     stream.ask_constants(A, M, at, P)
     stream.ask_parameters(A, M, M, item, count > 0, count > 1, at, P)
-    gate_weights = cute.make_rmem_tensor((2, 2, chunked.STEPS), Uint32)
+    gate_weights = cute.make_rmem_tensor(gate_product.WEIGHTS, Uint32)
     taps = cute.make_rmem_tensor((2, CONV_WIDTH + 1), P.conv_dtype)
     if const_expr(P.ahead):
         # So that nothing waits for the gate weights on its behalf.
@@ -337,6 +337,7 @@ def kda_fused_ws(A: Arguments, P: cutlass.Constexpr) -> None:
         ask_first(A, M, gate_weights, taps, numbers, item.head, at, P)
         arch.cp_async_wait_group(P.staged)
     arch.sync_threads()
+    stream.settle_weights(A, gate_weights, taps, at, P)
 
     for i in cutlass.range(count, unroll=1):
         at = stream.place()
@@ -349,7 +350,7 @@ def kda_fused_ws(A: Arguments, P: cutlass.Constexpr) -> None:
             following = Int32(0)
         pending = pending_of(A, request_of(following))
 
-        raw = chunked.raw_gates(gate_weights, M.f_a, at.lane, P.chains, P)
+        raw = gate_product.raw_gates(gate_weights, M.f_a, at.lane, P)
         exp_A = blocks.exp(M.A_log[0])
         chunked.store_gammas(raw, M.gamma, M.dt_bias, exp_A, A.lower_bound, record, at.warp, at.lane, P)
         if at.warp < chunked.CONVOLVING_WARPS:
@@ -365,7 +366,6 @@ def kda_fused_ws(A: Arguments, P: cutlass.Constexpr) -> None:
         if const_expr(P.layout == "rows"):
             if now.page > 0:
                 stream.store_rows_window(A, M, window, item.head, at)
-        stream.refresh_weights(A, gate_weights, taps, item, count - 1 - i, at, P)
         beta = M.beta[item.head % 2, min(at.lane % P.slots, P.tokens - 1)].to(Float32)
         factors = chunked.output_factors(M.out_gate, M.norm_weight, at.warp, at.lane, P)
         old = fused.old_corrections(M, n, at.warp, at.lane, P)
@@ -376,6 +376,7 @@ def kda_fused_ws(A: Arguments, P: cutlass.Constexpr) -> None:
         if at.warp == chunked.SOLVER:
             chunked.solve(M.partials, M.pairs, M.matrix, M.solution, blocks.sigmoid(beta), at.lane, P)
         ask_next(A, M, item, request_of(following), pending, count - 1 - i, at, P)
+        stream.refresh_weights(A, gate_weights, taps, item, count - 1 - i, at, P)
 
         sums = advance(A, M, item, i, request_of(numbers).page, n, old, request_of(following).page, P)
         v = chunked.values(M.qkv, at.warp, at.lane, P)
@@ -397,7 +398,10 @@ def kda_fused_ws(A: Arguments, P: cutlass.Constexpr) -> None:
         results = stream.results_of(A, item, P)
         chunked.store_outputs(o, factors, M.squares, A.eps, results, A.heads * HEAD_DIM, at.warp, at.lane, P)
 
-        item, numbers = stream.after(A, item), following
+        later = stream.after(A, item)
+        if later.head != item.head:
+            stream.settle_weights(A, gate_weights, taps, at, P)
+        item, numbers = later, following
 
 
 @cute.jit
@@ -487,7 +491,7 @@ def ask_first(
     P: cutlass.Constexpr,
 ) -> None:
     """A head's gate weights, and as much of a CTA's first state as there is room for, a group of copies per line."""
-    stream.load_weights(A, gate_weights, taps, head, at, P)
+    stream.load_weights(A, gate_weights, taps, head, Int32(0), at, P)
     # Keeps these loads in front of the state's copies: behind them, they would come late.
     arch.sync_warp()
     page = request_of(numbers).page

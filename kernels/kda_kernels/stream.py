@@ -39,7 +39,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from kda_kernels import arguments, blocks, chunked, conv_window, cubin, prologue, state_rows, walk
+from kda_kernels import arguments, blocks, chunked, conv_window, cubin, gate_product, prologue, state_rows, walk
 from kda_kernels.arguments import Arguments
 from kda_kernels.conv_window import HISTORY, Window
 from kda_kernels.gpu import Gpu
@@ -54,6 +54,7 @@ SOURCES = (
     "walk.py",
     "state_rows.py",
     "chunked.py",
+    "gate_product.py",
     "prologue.py",
     "conv_window.py",
     "arguments.py",
@@ -352,9 +353,9 @@ def kda_stream(A: Arguments, P: cutlass.Constexpr) -> None:
     ask_window(A, first, numbers, item.head, here, P)
     if const_expr(not P.ahead):
         arch.cp_async_commit_group()
-    gate_weights = cute.make_rmem_tensor((2, 2, chunked.STEPS), Uint32)
+    gate_weights = cute.make_rmem_tensor(gate_product.WEIGHTS, Uint32)
     taps = cute.make_rmem_tensor((2, CONV_WIDTH + 1), P.conv_dtype)
-    load_weights(A, gate_weights, taps, item.head, here, P)
+    load_weights(A, gate_weights, taps, item.head, Int32(0), here, P)
     # Keeps these loads in front of the state's copies: behind them, they would come late.
     arch.sync_warp()
     ask_state(A, F, numbers, item.head, here, P)
@@ -367,6 +368,7 @@ def kda_stream(A: Arguments, P: cutlass.Constexpr) -> None:
     else:
         arch.cp_async_wait_group(P.groups)
     arch.sync_threads()
+    settle_weights(A, gate_weights, taps, here, P)
 
     for n in cutlass.range(count, unroll=1):
         at = place()
@@ -378,7 +380,7 @@ def kda_stream(A: Arguments, P: cutlass.Constexpr) -> None:
         if n + 1 == count:
             following = Int32(0)
 
-        raw = chunked.raw_gates(gate_weights, M.f_a, at.lane, P.chains, P)
+        raw = gate_product.raw_gates(gate_weights, M.f_a, at.lane, P)
         if const_expr(P.kind == "record"):
             exp_A = blocks.exp(M.A_log[0])
             chunked.store_gammas(raw, F.gamma, M.dt_bias, exp_A, A.lower_bound, record, at.warp, at.lane, P)
@@ -400,7 +402,6 @@ def kda_stream(A: Arguments, P: cutlass.Constexpr) -> None:
         other = both_stages - stage if const_expr(P.stages == 2) else stage
         if const_expr(P.stages == 2):
             ask_next(A, F, stage_at(other, P), item, following, count - 1 - n, at, P)
-        refresh_weights(A, gate_weights, taps, item, count - 1 - n, at, P)
 
         if const_expr(P.kind == "record"):
             beta = M.beta[item.head % 2, min(at.lane % P.slots, P.tokens - 1)].to(Float32)
@@ -414,6 +415,7 @@ def kda_stream(A: Arguments, P: cutlass.Constexpr) -> None:
                 chunked.solve(F.partials, F.pairs, F.matrix, F.solution, blocks.sigmoid(beta), at.lane, P)
             if const_expr(P.stages == 1):
                 ask_next(A, F, stage_at(other, P), item, following, count - 1 - n, at, P)
+            refresh_weights(A, gate_weights, taps, item, count - 1 - n, at, P)
             sums = multiply(A, F, item, following, P)
             v = chunked.values(F.qkv, at.warp, at.lane, P)
             if const_expr(P.stages == 2):
@@ -444,9 +446,11 @@ def kda_stream(A: Arguments, P: cutlass.Constexpr) -> None:
                 at = meet()
                 if const_expr(P.stages == 1):
                     ask_next(A, F, stage_at(other, P), item, following, count - 1 - n, at, P)
+                refresh_weights(A, gate_weights, taps, item, count - 1 - n, at, P)
                 advance_window(A, F, item, numbers, following, at, P)
             else:
                 beta = blocks.sigmoid(M.beta[item.head % 2, 0].to(Float32))
+                refresh_weights(A, gate_weights, taps, item, count - 1 - n, at, P)
                 advance_decode(A, F, item, numbers, following, beta, at, P)
             arch.cp_async_wait_group(P.groups)
             at = meet()
@@ -454,7 +458,10 @@ def kda_stream(A: Arguments, P: cutlass.Constexpr) -> None:
                 take_gates(gates, M, at, P)
             normalize(A, F, gates, item, now.read > 0, at, P)
 
-        item, numbers, stage = after(A, item), following, other
+        later = after(A, item)
+        if later.head != item.head:
+            settle_weights(A, gate_weights, taps, at, P)
+        item, numbers, stage = later, following, other
 
 
 def allocate(P: Plan) -> Shared:
@@ -561,17 +568,31 @@ def results_of(A: Arguments, item: walk.Item, P: cutlass.Constexpr) -> Int64:
 
 @cute.jit
 def load_weights(
-    A: Arguments, gate: cute.Tensor, taps: cute.Tensor, head: Int32, at: Place, P: cutlass.Constexpr
+    A: Arguments, gate: cute.Tensor, taps: cute.Tensor, head: Int32, zero: Int32, at: Place, P: cutlass.Constexpr
 ) -> None:
-    """To registers: a head's gate weights; unless `taps_shared`, convolution weight and bias of two channels."""
-    chunked.load_gate_weights(gate, A.f_b + Int64(head) * (2 * HEAD_DIM * HEAD_DIM), at.warp, at.lane)
+    """To registers: a head's gate weights; unless `taps_shared`, convolution weight and bias of two channels. To be
+    completed by `settle_weights`. zero: as in `gate_product.load_lines`.
+    """
+    features = A.f_b + Int64(head) * (HEAD_DIM * gate_product.ROW_BYTES)
+    gate_product.load_lines(gate, features, zero, at.warp, at.lane)
     if const_expr(not P.taps_shared):
         if at.warp < chunked.CONVOLVING_WARPS:
             for tap in range_constexpr(CONV_WIDTH):
                 load_pair(taps, tap, A.conv_weight, weight_place(A, CONV_WIDTH, tap, head, at), P)
-            taps[None, CONV_WIDTH].fill(P.conv_dtype(0))
+            # No bias: something else, so that this load, too, can have its address where it puts what it loads.
+            bias = A.conv_weight
             if A.conv_bias != Int64(0):
-                load_pair(taps, CONV_WIDTH, A.conv_bias, weight_place(A, 1, 0, head, at), P)
+                bias = A.conv_bias
+            load_pair(taps, CONV_WIDTH, bias, weight_place(A, 1, 0, head, at), P)
+
+
+@cute.jit
+def settle_weights(A: Arguments, gate: cute.Tensor, taps: cute.Tensor, at: Place, P: cutlass.Constexpr) -> None:
+    """What `load_weights` has left to be done when its loads are there."""
+    gate_product.settle(gate, at.lane)
+    if const_expr(not P.taps_shared):
+        if A.conv_bias == Int64(0):
+            taps[None, CONV_WIDTH].fill(P.conv_dtype(0))
 
 
 @cute.jit
@@ -598,10 +619,13 @@ def refresh_weights(
     at: Place,
     P: cutlass.Constexpr,
 ) -> None:
-    """Load the weights of the next item's head, if there is one and it is another."""
+    """Load the weights of the next item's head, if there is one and it is another.
+
+    It stands where threads wait for the state anyway: with copies in flight the loads leave their queue slowly.
+    """
     head = after(A, item).head
     if left > 0 and head != item.head:
-        load_weights(A, gate, taps, head, at, P)
+        load_weights(A, gate, taps, head, A.heads >> 31, at, P)
 
 
 @cute.jit
@@ -898,7 +922,7 @@ def store_decays(
     at: Place,
     P: cutlass.Constexpr,
 ) -> None:
-    """Decays of 16 features of all tokens from `chunked.raw_gates`."""
+    """Decays of 16 features of all tokens from `gate_product.raw_gates`."""
     feature = 16 * at.warp + at.lane // 4 * 2
     decays = cute.make_tensor(
         F.gamma.iterator, cute.make_layout((2, HEAD_DIM // 2, P.tokens), stride=(1, 2, chunked.GAMMA_PITCH))

@@ -33,7 +33,17 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from kda_kernels import arguments, blocks, chunked, conv_window, cubin, prologue, state_rows, wide_prologue
+from kda_kernels import (
+    arguments,
+    blocks,
+    chunked,
+    conv_window,
+    cubin,
+    gate_product,
+    prologue,
+    state_rows,
+    wide_prologue,
+)
 from kda_kernels.arguments import Arguments
 from kda_kernels.conv_window import HISTORY, Window
 from kda_kernels.gpu import Gpu
@@ -48,6 +58,7 @@ SOURCES = (
     "wide_prologue.py",
     "state_rows.py",
     "chunked.py",
+    "gate_product.py",
     "prologue.py",
     "conv_window.py",
     "arguments.py",
@@ -357,10 +368,11 @@ def kda_wide_record(A: Arguments, P: cutlass.Constexpr) -> None:
         arch.cp_async_commit_group()
         # So that nothing later waits for the weights on its behalf.
         row = blocks.pinned(row)
-        gate_weights = cute.make_rmem_tensor((2, 2, chunked.STEPS), Uint32)
+        gate_weights = cute.make_rmem_tensor(gate_product.WEIGHTS, Uint32)
         taps = cute.make_rmem_tensor((2, CONV_WIDTH), P.conv_dtype)
         bias = cute.make_rmem_tensor(2, P.conv_dtype)
-        wide_prologue.load_weights(A, gate_weights, taps, bias, at, P)
+        gate_product.load_weights(gate_weights, A.f_b + Int64(at.channel) * gate_product.ROW_BYTES, warp, lane)
+        wide_prologue.load_taps(A, taps, bias, at, P)
         item = prologue.state_of(A, page, at.head, P)
         cells = M.state.iterator.toint() + at.tid * 16
         policy = blocks.evict_first() if const_expr(P.evict) else Int64(0)
@@ -372,7 +384,7 @@ def kda_wide_record(A: Arguments, P: cutlass.Constexpr) -> None:
         arch.sync_threads()
 
         record = prologue.record_of(A, row, at.head)
-        raw = chunked.raw_gates(gate_weights, M.f_a, lane, P.chains, P)
+        raw = gate_product.raw_gates(gate_weights, M.f_a, lane, P)
         exp_A = blocks.exp(M.A_log[0])
         chunked.store_gammas(raw, M.gamma, M.dt_bias, exp_A, A.lower_bound, record, warp, lane, P)
         if warp < chunked.CONVOLVING_WARPS:
@@ -444,7 +456,9 @@ def kda_wide_decode(A: Arguments, P: cutlass.Constexpr) -> None:
         gate_weights = cute.make_rmem_tensor((2, 2, chunked.STEPS), Uint32)
         taps = cute.make_rmem_tensor((2, CONV_WIDTH), P.conv_dtype)
         bias = cute.make_rmem_tensor(2, P.conv_dtype)
-        wide_prologue.load_weights(A, gate_weights, taps, bias, at, P)
+        # By eight bytes: with so many CTAs per SM, sixteen at a time spill.
+        chunked.load_gate_weights(gate_weights, A.f_b + Int64(at.channel) * gate_product.ROW_BYTES, warp, lane)
+        wide_prologue.load_taps(A, taps, bias, at, P)
         item = prologue.state_of(A, page, at.head, P) + state_rows.first_cell(Int32(0), warp, lane, P)
         cells = M.state.iterator.toint() + at.tid * 16
         stage_state(cells, item, P)
@@ -516,16 +530,17 @@ def kda_wide_spec(A: Arguments, P: cutlass.Constexpr) -> None:
         window = conv_window.window_of(A, page, start)
         conv_window.load_all(M, window, at, P)
         arch.cp_async_commit_group()
-        gate_weights = cute.make_rmem_tensor((2, 2, chunked.STEPS), Uint32)
+        gate_weights = cute.make_rmem_tensor(gate_product.WEIGHTS, Uint32)
         taps = cute.make_rmem_tensor((2, CONV_WIDTH), P.conv_dtype)
         bias = cute.make_rmem_tensor(2, P.conv_dtype)
-        wide_prologue.load_weights(A, gate_weights, taps, bias, at, P)
+        gate_product.load_weights(gate_weights, A.f_b + Int64(at.channel) * gate_product.ROW_BYTES, warp, lane)
+        wide_prologue.load_taps(A, taps, bias, at, P)
         cells = M.state.iterator.toint() + at.tid * 16
         stage_state(cells, prologue.state_of(A, read, at.head, P) + state_rows.first_cell(Int32(0), warp, lane, P), P)
         arch.cp_async_wait_group(_GROUPS)
         arch.sync_threads()
 
-        raw = chunked.raw_gates(gate_weights, M.f_a, lane, P.chains, P)
+        raw = gate_product.raw_gates(gate_weights, M.f_a, lane, P)
         store_decays(raw, M, A.lower_bound, at, P)
         if warp < chunked.CONVOLVING_WARPS:
             none = Record(Int32(-1), Int64(0), Int64(0))
@@ -692,7 +707,7 @@ def normalize_rows(
 def store_decays(
     raw: tuple[Float32, ...], M: cutlass.Constexpr, lower_bound: Float32, at: Place, P: cutlass.Constexpr
 ) -> None:
-    """Decays of 16 features and all tokens from `chunked.raw_gates`."""
+    """Decays of 16 features and all tokens from `gate_product.raw_gates`."""
     feature = 16 * at.warp + at.lane // 4 * 2
     exp_A = blocks.exp(M.A_log[0])
     decays = cute.make_tensor(

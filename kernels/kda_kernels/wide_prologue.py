@@ -65,16 +65,8 @@ def load_projection(A: Arguments, M: cutlass.Constexpr, request: Int32, at: Plac
 
 
 @cute.jit
-def load_weights(
-    A: Arguments,
-    gate_weights: cute.Tensor,
-    taps: cute.Tensor,
-    bias: cute.Tensor,
-    at: Place,
-    P: cutlass.Constexpr,
-) -> None:
-    """Gate weights, and convolution weight and bias of this thread's two channels, to registers."""
-    chunked.load_gate_weights(gate_weights, A.f_b + Int64(at.channel) * (2 * HEAD_DIM), at.warp, at.lane)
+def load_taps(A: Arguments, taps: cute.Tensor, bias: cute.Tensor, at: Place, P: cutlass.Constexpr) -> None:
+    """Convolution weight and bias of this thread's two channels, to registers."""
     bias.fill(P.conv_dtype(0))
     if at.warp < chunked.CONVOLVING_WARPS:
         part, pair = at.tid // (HEAD_DIM // 2), at.tid % (HEAD_DIM // 2)
