@@ -1,8 +1,9 @@
 """What takes a step, per kind, tokens and heads, as a function of the items: the form of a policy that decides.
 
-Of the candidates within the tie band of a cell's best, any will do. Between a row's own cells decides what the cells
-nearby say, of whatever heads and tokens: what a candidate loses there, in the mean, with weights that fall with the
-distance in items, heads, tokens and waves of CTAs; and how far this mean of the others is off in the row's own cells.
+Of the candidates within the tie band of a cell's best, any will do. Between a row's own cells decides what a candidate
+is expected to lose there: the mean of a Gaussian process over all cells of the kind, of whatever heads and tokens. Its
+covariance has two parts, each of which falls with the distance: what changes along the items, at about the same items
+whatever the heads and tokens, and by how much a row is off from the others.
 A row, the candidates along the items of one head count, is what loses least and changes least often; by dynamic
 programming, exactly.
 Why not thresholds by kind, or by kind and tokens: see docs/policy.md.
@@ -19,12 +20,11 @@ import numpy as np
 from kdabench.ladder import PARTS, WAVES, cheapest_path, place_cut
 from kdabench.regret import FLUSH, TIE, Floats, Grid, Ints, resampled_log_us
 
-_CHANGE = 0.01  # cost of a change along a row, in log units
-_NEAR = {"items": 0.1, "waves": 0.1, "tokens": 0.3, "heads": 0.7}  # log ratios over which a weight falls by e
-_NEAR_FEW = 0.35  # of heads with items for less than half of the SMs, where the GEMMs around a step tell in its time
-_ALONG = 0.7  # the same of items, for what a row's own cells lose beyond the mean of the others
-_MOST = 0.3  # what a cell nearby can cost at most, in log units
-_NO_TIME = 1.0  # cost where a candidate has no time, so that what runs comes first
+_CHANGE = 0.005  # cost of a change along a row, in log units
+_ALONG = (0.7, 0.6, 7.0, 28.0)  # log ratios of items, waves, tokens, heads over which what changes falls by e
+_ACROSS = (10.0, math.inf, 0.6, 4.0)  # the same of what a row is off
+_NOISE = 0.02  # variance of a cell alone; that of each part is 1
+_MOST = 0.3  # what a candidate can lose at most, in log units, and what one without a time does
 
 Step = tuple[str, int]
 """(kind, tokens)"""
@@ -36,13 +36,11 @@ Rows = dict[Step, dict[int, dict[int, int]]]
 class _Part:
     """The cells of a kind where something has a time, as rows of one step look at them.
 
-    step, states      the step and the indices of the candidates with any time in it, those that are good in most of its
-                      cells first
-    rows              [cells] their place in the grid
-    features          [cells, 2] logs of items and waves, over what _NEAR says
-    levels            items of any of the cells, ascending
-    level_features    [levels, 2] as features
-    heads_reach       [levels] what _NEAR or _NEAR_FEW says of heads
+    step, states   the step and the indices of the candidates with any time in it, those that are good in most of its
+                   cells first
+    rows           [cells] their place in the grid
+    places         [cells, 4] as `_places`
+    levels         items of any of the cells, ascending
     """
 
     step: Step
@@ -51,29 +49,21 @@ class _Part:
     tokens: Ints
     heads: Ints
     items: Ints
-    features: Floats
+    places: Floats
     levels: Ints
-    level_features: Floats
-    heads_reach: Floats
 
     def own(self, heads: int) -> Ints:
         """Which cells are those of a row."""
         return np.flatnonzero((self.tokens == self.step[1]) & (self.heads == heads))
 
-    def expected(self, loss: Floats, heads: int) -> Floats:
+    def expected(self, loss: Floats, heads: int, sms: int) -> Floats:
         """[..., levels, states] what a row is expected to lose at a level. loss: [..., cells, states]"""
-        own = self.own(heads)
-        others = np.setdiff1d(np.arange(len(self.items)), own)
-        along = np.abs(self.level_features[:, None] - self.features[others]).sum(axis=2)
-        tokens = np.abs(np.log(self.tokens[others] / self.step[1])) / _NEAR["tokens"]
-        distance = along + tokens + np.abs(np.log(self.heads[others] / heads)) / self.heads_reach[:, None]
-        weights = np.exp(distance.min(axis=1, keepdims=True, initial=math.inf) - distance)
-        found: Floats = weights / weights.sum(axis=1, keepdims=True) @ loss[..., others, :]
-
-        at = np.searchsorted(self.levels, self.items[own])
-        reach = np.exp(-np.abs(np.log(self.levels[:, None] / self.items[own])) / _ALONG)
-        found += reach / (1 + reach.sum(axis=1, keepdims=True)) @ (loss[..., own, :] - found[..., at, :])
-        found[..., at, :] = loss[..., own, :]
+        every = np.ones_like(self.levels)
+        asked = _places(self.levels, every * self.step[1], every * heads, sms)
+        known = _covariance(self.places, self.places) + _NOISE * np.eye(len(self.places))
+        weights = np.linalg.solve(known, _covariance(self.places, asked)).T
+        mean = loss.mean(axis=-2, keepdims=True)
+        found: Floats = np.round(mean + weights @ (loss - mean), 9)  # the same wherever it is computed
         return found
 
 
@@ -89,18 +79,24 @@ def _parts(grid: Grid, sms: int) -> Iterator[_Part]:
         loss = _loss(grid.log_us[np.ix_(mine, states)])
         order = np.argsort(-(loss <= math.log1p(TIE)).sum(axis=0), kind="stable")
         items, tokens, heads = (values[rows] for values in (grid.cells.items, grid.cells.tokens, grid.cells.heads))
-        levels = np.unique(items)
-        reach = np.where(2 * levels < sms, _NEAR_FEW, _NEAR["heads"])
-        features, level_features = _along(items, sms), _along(levels, sms)
-        yield _Part(step, states[order], rows, tokens, heads, items, features, levels, level_features, reach)
+        places = _places(items, tokens, heads, sms)
+        yield _Part(step, states[order], rows, tokens, heads, items, places, np.unique(items))
 
 
-def _along(items: Ints, sms: int) -> Floats:
-    """[items, 2] logs of items and of the waves that they make with one CTA per item, or of the part of a wave."""
+def _places(items: Ints, tokens: Ints, heads: Ints, sms: int) -> Floats:
+    """[cells, 4] logs of items, of the waves of CTAs that they make, or the part of one, of tokens and of heads."""
     waves = np.minimum(np.ceil(items / sms), WAVES)
     for part in PARTS:
         waves = np.where(items * part <= sms, 1 / part, waves)
-    found: Floats = np.log([items, waves]).T / [_NEAR["items"], _NEAR["waves"]]
+    found: Floats = np.log([items, waves, tokens, heads]).T
+    return found
+
+
+def _covariance(a: Floats, b: Floats) -> Floats:
+    """[cells of a, cells of b] of what a candidate loses."""
+    apart = np.abs(a[:, None] - b)
+    along, across = (np.exp(-(apart / reach).sum(axis=2)) for reach in (_ALONG, _ACROSS))
+    found: Floats = along + across
     return found
 
 
@@ -119,14 +115,14 @@ def find_rows(grid: Grid, sms: int) -> Rows:
     for part in _parts(grid, sms):
         loss = _loss(grid.log_us[np.ix_(part.rows, part.states)])[None]
         for heads in np.unique(part.heads).tolist():
-            path, costs = _path(part, loss, heads)
+            path, costs = _path(part, loss, heads, sms)
             found.setdefault(part.step, {})[heads] = _row(part, path[0], costs[0], sms)
     return found
 
 
-def _path(part: _Part, loss: Floats, heads: int) -> tuple[Ints, Floats]:
+def _path(part: _Part, loss: Floats, heads: int, sms: int) -> tuple[Ints, Floats]:
     """[batch, levels] states of a row, and [batch, levels, states] what they are expected to lose at a level."""
-    costs = part.expected(np.where(np.isinf(loss), _NO_TIME, np.minimum(loss, _MOST)), heads)
+    costs = part.expected(np.minimum(loss, _MOST), heads, sms)
     bounds = costs.copy()
     own = part.own(heads)
     bounds[:, np.searchsorted(part.levels, part.items[own])] = np.where(loss[:, own] <= math.log1p(TIE), 0.0, math.inf)
@@ -158,7 +154,7 @@ def agreement(grid: Grid, draws: Ints, sms: int) -> Floats:
         loss = _loss(np.concatenate([grid.log_us[place][None], drawn]))
         names = variants[part.states]
         for heads in np.unique(part.heads[part.tokens == part.step[1]]).tolist():
-            path, _ = _path(part, loss, heads)
+            path, _ = _path(part, loss, heads, sms)
             shares = (names[path[1:]] == names[path[0]]).mean(axis=0)
             own = part.own(heads)
             found[part.rows[own]] = shares[np.searchsorted(part.levels, part.items[own])]

@@ -102,22 +102,27 @@ def test_what_other_heads_lose_must_outweigh_two_changes_and_never_a_row_s_own_c
         assert picked == {12: split(1), 48: between, 72: between, 96: split(1), 120: split(1)}
 
 
-def test_with_few_items_near_heads_say_more() -> None:
-    """Once below a wave and once above: 10 heads with fewer and with more items, and 40 heads with as many."""
-    plain = (1.0, 9.0, 1.02)
-    for times, between in ((1, split(1)), (4, WIDE)):
-        us = {(8, 1): plain, (8, 100): plain, (10, 3 * times): plain, (10, 5 * times): plain, (40, times): (1.22, 9, 1)}
-        row = row_of(grid_of(us), 8)
-        assert row[max(n for n in row if n <= 40 * times)] == between
-
-
-def test_what_a_row_s_own_cells_lose_is_carried_along() -> None:
-    """96 heads say nothing in between; what 12 heads say there counts less, the more 96 heads differ from it beside."""
-    few: dict[tuple[int, int], Sequence[float]] = {(12, r): (1.2, 9, 1) for r in (8, 16, 24, 32, 40, 48)}
-    for slower, between in ((1.02, WIDE), (1.25, split(1))):
-        many = {(96, r): (1, 9, slower) for r in (2, 3, 5, 6)}
+def test_by_how_much_a_row_is_off_is_carried_along() -> None:
+    """96 heads say nothing at 384 items, where 12 heads want another variant: there alone, or at all items."""
+    many = {(96, r): (1, 9, 1.02) for r in (2, 3, 5, 6)}
+    for elsewhere, between in ((1.0, WIDE), (1.2, split(1))):
+        few = {(12, r): (1.2 if r == 32 else elsewhere, 9, 1 if r == 32 else 1.02) for r in (8, 16, 24, 32, 40, 48)}
         row = row_of(grid_of(few | many), 96)
         assert row[max(n for n in row if n <= 384)] == between
+
+
+def test_a_row_without_cells_is_taken_from_those_near_it() -> None:
+    """10 and 56 heads were measured with other tokens only."""
+    few, many = (1.2, 9.0, 1.0), (1.0, 9.0, 1.2)
+    cells = [(heads, 4, few if heads < 20 else many) for heads in (8, 12, 48, 64)] + [(10, 8, few), (56, 8, few)]
+    grid = regret.make_grid(
+        record(Cell("record", requests, heads, tokens), candidate, [us])
+        for heads, tokens, times in cells
+        for requests in (1, 2, 4)
+        for candidate, us in zip(CANDIDATES, times, strict=True)
+    )
+    assert row_of(grid, 10) == {1: WIDE}
+    assert row_of(grid, 56) == {1: split(1)}
 
 
 def test_a_variant_without_a_time_is_not_picked() -> None:
