@@ -11,11 +11,13 @@ Why not thresholds by kind, or by kind and tokens: see docs/policy.md.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.spatial.distance import cdist
 
 from kdabench.ladder import PARTS, WAVES, cheapest_path, place_cut
 from kdabench.regret import FLUSH, TIE, Floats, Grid, Ints, resampled_log_us
@@ -40,6 +42,7 @@ class _Part:
                    cells first
     rows           [cells] their place in the grid
     places         [cells, 4] as `_places`
+    precision      [cells, cells] inverse of the covariance of what is lost in them
     levels         items of any of the cells, ascending
     """
 
@@ -50,6 +53,7 @@ class _Part:
     heads: Ints
     items: Ints
     places: Floats
+    precision: Floats
     levels: Ints
 
     def own(self, heads: int) -> Ints:
@@ -60,8 +64,7 @@ class _Part:
         """[..., levels, states] what a row is expected to lose at a level. loss: [..., cells, states]"""
         every = np.ones_like(self.levels)
         asked = _places(self.levels, every * self.step[1], every * heads, sms)
-        known = _covariance(self.places, self.places) + _NOISE * np.eye(len(self.places))
-        weights = np.linalg.solve(known, _covariance(self.places, asked)).T
+        weights = _covariance(asked, self.places) @ self.precision
         mean = loss.mean(axis=-2, keepdims=True)
         found: Floats = np.round(mean + weights @ (loss - mean), 9)  # the same wherever it is computed
         return found
@@ -70,17 +73,20 @@ class _Part:
 def _parts(grid: Grid, sms: int) -> Iterator[_Part]:
     own = np.array([c.variant != FLUSH for c in grid.candidates], dtype=bool)
     known = ~np.isnan(grid.log_us) & own
-    for step in sorted({(cell.kind, cell.tokens) for cell in grid.cells}):
-        rows = np.flatnonzero((grid.cells.kinds == step[0]) & known.any(axis=1))
-        mine = rows[grid.cells.tokens[rows] == step[1]]
-        states = np.flatnonzero(known[mine].any(axis=0))
-        if not len(mine):
-            continue
-        loss = _loss(grid.log_us[np.ix_(mine, states)])
-        order = np.argsort(-(loss <= math.log1p(TIE)).sum(axis=0), kind="stable")
+    for kind, steps in itertools.groupby(sorted({(cell.kind, cell.tokens) for cell in grid.cells}), lambda s: s[0]):
+        rows = np.flatnonzero((grid.cells.kinds == kind) & known.any(axis=1))
         items, tokens, heads = (values[rows] for values in (grid.cells.items, grid.cells.tokens, grid.cells.heads))
         places = _places(items, tokens, heads, sms)
-        yield _Part(step, states[order], rows, tokens, heads, items, places, np.unique(items))
+        covariance = _covariance(places, places) + _NOISE * np.eye(len(rows))
+        precision = np.asarray(np.linalg.inv(covariance), dtype=np.float64)
+        for step in steps:
+            mine = rows[tokens == step[1]]
+            states = np.flatnonzero(known[mine].any(axis=0))
+            if not len(mine):
+                continue
+            loss = _loss(grid.log_us[np.ix_(mine, states)])
+            order = np.argsort(-(loss <= math.log1p(TIE)).sum(axis=0), kind="stable")
+            yield _Part(step, states[order], rows, tokens, heads, items, places, precision, np.unique(items))
 
 
 def _places(items: Ints, tokens: Ints, heads: Ints, sms: int) -> Floats:
@@ -94,8 +100,7 @@ def _places(items: Ints, tokens: Ints, heads: Ints, sms: int) -> Floats:
 
 def _covariance(a: Floats, b: Floats) -> Floats:
     """[cells of a, cells of b] of what a candidate loses."""
-    apart = np.abs(a[:, None] - b)
-    along, across = (np.exp(-(apart / reach).sum(axis=2)) for reach in (_ALONG, _ACROSS))
+    along, across = (np.exp(-cdist(a / reach, b / reach, "cityblock")) for reach in (_ALONG, _ACROSS))
     found: Floats = along + across
     return found
 
