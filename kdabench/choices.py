@@ -44,6 +44,7 @@ class _Part:
     places         [cells, 4] as `_places`
     precision      [cells, cells] inverse of the covariance of what is lost in them
     levels         items of any of the cells, ascending
+    sms            of the device
     """
 
     step: Step
@@ -55,15 +56,16 @@ class _Part:
     places: Floats
     precision: Floats
     levels: Ints
+    sms: int
 
     def own(self, heads: int) -> Ints:
         """Which cells are those of a row."""
         return np.flatnonzero((self.tokens == self.step[1]) & (self.heads == heads))
 
-    def expected(self, loss: Floats, heads: int, sms: int) -> Floats:
+    def expected(self, loss: Floats, heads: int) -> Floats:
         """[..., levels, states] what a row is expected to lose at a level. loss: [..., cells, states]"""
         every = np.ones_like(self.levels)
-        asked = _places(self.levels, every * self.step[1], every * heads, sms)
+        asked = _places(self.levels, every * self.step[1], every * heads, self.sms)
         weights = _covariance(asked, self.places) @ self.precision
         mean = loss.mean(axis=-2, keepdims=True)
         found: Floats = np.round(mean + weights @ (loss - mean), 9)  # the same wherever it is computed
@@ -79,6 +81,7 @@ def _parts(grid: Grid, sms: int) -> Iterator[_Part]:
         places = _places(items, tokens, heads, sms)
         covariance = _covariance(places, places) + _NOISE * np.eye(len(rows))
         precision = np.asarray(np.linalg.inv(covariance), dtype=np.float64)
+        levels = np.unique(items)
         for step in steps:
             mine = rows[tokens == step[1]]
             states = np.flatnonzero(known[mine].any(axis=0))
@@ -86,7 +89,7 @@ def _parts(grid: Grid, sms: int) -> Iterator[_Part]:
                 continue
             loss = _loss(grid.log_us[np.ix_(mine, states)])
             order = np.argsort(-(loss <= math.log1p(TIE)).sum(axis=0), kind="stable")
-            yield _Part(step, states[order], rows, tokens, heads, items, places, precision, np.unique(items))
+            yield _Part(step, states[order], rows, tokens, heads, items, places, precision, levels, sms)
 
 
 def _places(items: Ints, tokens: Ints, heads: Ints, sms: int) -> Floats:
@@ -120,28 +123,28 @@ def find_rows(grid: Grid, sms: int) -> Rows:
     for part in _parts(grid, sms):
         loss = _loss(grid.log_us[np.ix_(part.rows, part.states)])[None]
         for heads in np.unique(part.heads).tolist():
-            path, costs = _path(part, loss, heads, sms)
-            found.setdefault(part.step, {})[heads] = _row(part, path[0], costs[0], sms)
+            path, costs = _path(part, loss, heads)
+            found.setdefault(part.step, {})[heads] = _row(part, path[0], costs[0])
     return found
 
 
-def _path(part: _Part, loss: Floats, heads: int, sms: int) -> tuple[Ints, Floats]:
+def _path(part: _Part, loss: Floats, heads: int) -> tuple[Ints, Floats]:
     """[batch, levels] states of a row, and [batch, levels, states] what they are expected to lose at a level."""
-    costs = part.expected(np.minimum(loss, _MOST), heads, sms)
+    costs = part.expected(np.minimum(loss, _MOST), heads)
     bounds = costs.copy()
     own = part.own(heads)
     bounds[:, np.searchsorted(part.levels, part.items[own])] = np.where(loss[:, own] <= math.log1p(TIE), 0.0, math.inf)
     return cheapest_path(bounds, _CHANGE * (1 - np.eye(loss.shape[2]))), costs
 
 
-def _row(part: _Part, path: Ints, costs: Floats, sms: int) -> dict[int, int]:
+def _row(part: _Part, path: Ints, costs: Floats) -> dict[int, int]:
     """Items -> candidate: from 1, and where a path changes."""
     row = {1: int(part.states[path[0]])}
     for n in range(1, len(part.levels)):
         before, after = path[n - 1], path[n]
         if before != after:
             low, high = (float(costs[m, before] - costs[m, after]) for m in (n - 1, n))
-            cut = place_cut(int(part.levels[n - 1]), int(part.levels[n]), low, high, sms, PARTS)
+            cut = place_cut(int(part.levels[n - 1]), int(part.levels[n]), low, high, part.sms, PARTS)
             row[cut] = int(part.states[after])
     return row
 
@@ -159,7 +162,7 @@ def agreement(grid: Grid, draws: Ints, sms: int) -> Floats:
         loss = _loss(np.concatenate([grid.log_us[place][None], drawn]))
         names = variants[part.states]
         for heads in np.unique(part.heads[part.tokens == part.step[1]]).tolist():
-            path, _ = _path(part, loss, heads, sms)
+            path, _ = _path(part, loss, heads)
             shares = (names[path[1:]] == names[path[0]]).mean(axis=0)
             own = part.own(heads)
             found[part.rows[own]] = shares[np.searchsorted(part.levels, part.items[own])]
