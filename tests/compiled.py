@@ -30,14 +30,19 @@ def sass_of(image: bytes, folder: Path) -> str:
     return subprocess.run([tool, "-c", path], check=True, capture_output=True, text=True).stdout
 
 
-def plain(jitted: Any) -> Callable[..., Any]:
-    """The Python function as written: the DSL rewrites the code of jit functions when a process first compiles."""
+def plain(jitted: Any, **others: Any) -> Callable[..., Any]:
+    """The Python function as written: the DSL rewrites the code of jit functions when a process first compiles.
+
+    others   plain ones, by name, of those that it calls
+    """
     inner = jitted.__wrapped__
-    return FunctionType(inner.__code__, inner.__globals__, inner.__name__, inner.__defaults__, inner.__closure__)
+    names = {**inner.__globals__, **others}
+    return FunctionType(inner.__code__, names, inner.__name__, inner.__defaults__, inner.__closure__)
 
 
 # The walk over items. The device functions are plain integer arithmetic: here they run on Python's.
 half_of = plain(walk.half_of)
+part_of = plain(walk.part_of, half_of=half_of)
 item_at = plain(walk.item_at)
 next_item = plain(walk.next_item)
 
@@ -50,6 +55,11 @@ def items_of(cta: int, per: int, heads: int, requests: int) -> list[tuple[int, i
 def items_of_half(cta: int, ctas: int, per: int, heads: int, requests: int) -> list[tuple[int, int]]:
     """The same of one that has half a run."""
     return _items(*half_of(cta, ctas, per, heads * requests), per, heads, requests)
+
+
+def items_of_part(cta: int, ctas: int, per: int, heads: int, requests: int) -> list[tuple[int, int]]:
+    """The same of one that has a part as `walk.divided` says."""
+    return _items(*part_of(cta, ctas, per, heads, requests), abs(per), heads, requests)
 
 
 def _items(begin: int, count: int, per: int, heads: int, requests: int) -> list[tuple[int, int]]:

@@ -287,6 +287,17 @@ def test_lines_compile(tokens: int, threads: int, ctas: int) -> None:
         assert compiled.plan.ctas_per_sm == (ctas or 2)
 
 
+@pytest.mark.parametrize(("arch", "tokens"), [("sm_90a", 5), ("sm_90a", 7), ("sm_100a", 2), ("sm_100a", 7)])
+def test_three_lines_ctas_per_sm_with_more_chains(arch: str, tokens: int) -> None:
+    spec = replace(LINES, ctas_per_sm=3, gate_mode=1)
+    assert_resources(fused.compile(problem(tokens), spec, Gpu(arch, 132)))
+
+
+@pytest.mark.parametrize("tokens", [2, 4])
+def test_a_state_in_registers_with_more_chains(tokens: int) -> None:
+    assert_resources(fused.compile(problem(tokens), fused.Spec(gate_mode=1), Gpu("sm_100a", 148)))
+
+
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
 @pytest.mark.parametrize(("tokens", "shape"), [(8, (1, 256)), (4, (1, 256)), (8, (4, 128)), (8, (2, 128))])
 def test_compiles_for_blackwell(arch: str, tokens: int, shape: tuple[int, int]) -> None:
@@ -331,7 +342,7 @@ def test_the_state_stays_in_registers(tokens: int, fold_mmas: int, tmp_path: Pat
     assert len(re.findall(r"\bHMMA\.16816\.F32\.BF16\b", sass)) == 8 + fold_mmas + 3 * tiles + 24 * tiles + 2 * tiles
     # The state is asked for before the first barrier, and all of it before any is stored.
     loads = [m.start() for m in re.finditer(r"\bLDG\.E\.128\b", sass)]
-    assert len(loads) == 16
+    assert len(loads) == 16 + 8  # states, gate weights
     assert max(loads) < re.search(r"\bBAR\.SYNC", sass).start()  # type: ignore[union-attr]
     assert len(re.findall(r"\bSTG\.E\.128\b", sass)) >= 16
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import simt
 import simt_cluster
-from compiled import Recorder, items_of_half, sass_of
+from compiled import Recorder, items_of_half, items_of_part, sass_of
 
 from kda_kernels import cubin, stream, walk
 from kda_kernels.arguments import Arguments
@@ -72,26 +72,36 @@ def test_two_ctas_fit_an_sm(dtype: str, layout: str, window: int | None) -> None
 
 @pytest.mark.parametrize(("heads", "requests"), TARGET_SIZES)
 @pytest.mark.parametrize("sms", [1, 2, 5, 132, 148])
-def test_ctas_cover_all_items_once(heads: int, requests: int, sms: int) -> None:
+@pytest.mark.parametrize("by_heads", [True, False])
+def test_ctas_cover_all_items_once(heads: int, requests: int, sms: int, by_heads: bool) -> None:
     """Where each SM takes one CTA before any takes its second, no SM has more than its part of the items."""
-    items = heads * requests
-    per, ctas = walk.halved(items, sms)
+    per, ctas = walk.divided(heads, requests, sms) if by_heads else walk.halved(heads * requests, sms)
     assert ctas <= 2 * sms
-    found = [items_of_half(cta, ctas, per, heads, requests) for cta in range(ctas)]
+    items_of = items_of_part if by_heads else items_of_half
+    found = [items_of(cta, ctas, per, heads, requests) for cta in range(ctas)]
     assert all(found)
     assert sorted(itertools.chain(*found)) == list(itertools.product(range(heads), range(requests)))
     counts = [len(part) for part in found]
     loads = [a + b for a, b in itertools.zip_longest(counts[:sms], counts[sms:], fillvalue=0)]
-    assert max(loads) <= -(-items // sms)
+    assert max(loads) <= -(-heads * requests // sms)
 
 
 @pytest.mark.parametrize(("heads", "requests"), TARGET_SIZES)
 @pytest.mark.parametrize("most", [1, 3, 1000])
 def test_ctas_of_few_items_cover_all_items_once(heads: int, requests: int, most: int) -> None:
-    items = heads * requests
-    per, ctas = walk.halved(items, H200.sms, most)
+    per, ctas = walk.halved(heads * requests, H200.sms, most)
     assert ctas <= 2 * H200.sms or per == 2 * most
     found = [items_of_half(cta, ctas, per, heads, requests) for cta in range(ctas)]
+    assert all(1 <= len(part) <= most for part in found)
+    assert sorted(itertools.chain(*found)) == list(itertools.product(range(heads), range(requests)))
+
+
+@pytest.mark.parametrize(("heads", "requests"), TARGET_SIZES)
+@pytest.mark.parametrize("most", [1, 3, 1000])
+def test_ctas_of_few_items_of_one_head_cover_all_items_once(heads: int, requests: int, most: int) -> None:
+    per, ctas = walk.divided(heads, requests, H200.sms, most)
+    assert ctas <= 2 * H200.sms or -per <= most
+    found = [items_of_part(cta, ctas, per, heads, requests) for cta in range(ctas)]
     assert all(1 <= len(part) <= most for part in found)
     assert sorted(itertools.chain(*found)) == list(itertools.product(range(heads), range(requests)))
 
@@ -99,8 +109,8 @@ def test_ctas_of_few_items_cover_all_items_once(heads: int, requests: int, most:
 @pytest.mark.parametrize(("heads", "requests"), [(12, 128), (12, 256), (96, 256), (96, 16)])
 def test_ctas_keep_heads_and_neighbours_share_requests(heads: int, requests: int) -> None:
     """Of a CTA's steps few go to another head; of neighbouring CTAs most are at the same request, one head apart."""
-    per, ctas = walk.halved(heads * requests, H200.sms)
-    found = [items_of_half(cta, ctas, per, heads, requests) for cta in range(ctas)]
+    per, ctas = walk.divided(heads, requests, H200.sms)
+    found = [items_of_part(cta, ctas, per, heads, requests) for cta in range(ctas)]
     steps = [a[0] != b[0] for items in found for a, b in itertools.pairwise(items)]
     assert sum(steps) <= 0.1 * len(steps)
     pairs = [(a, b) for x, y in itertools.pairwise(found) for a, b in zip(x, y, strict=False)]
@@ -108,10 +118,19 @@ def test_ctas_keep_heads_and_neighbours_share_requests(heads: int, requests: int
     assert near >= 0.6 * len(pairs)
 
 
-@pytest.mark.parametrize("counts", [(0, 132), (5, 0), (5, 132, 0)])
-def test_a_schedule_refuses_nothing_to_do(counts: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("heads", "requests"), [(12, 41), (12, 64), (12, 128), (6, 99), (4, 150), (32, 18), (24, 32), (24, 64)]
+)
+def test_no_cta_changes_heads_where_there_are_sms_enough(heads: int, requests: int) -> None:
+    per, ctas = walk.divided(heads, requests, H200.sms)
+    for cta in range(ctas):
+        assert len({head for head, _ in items_of_part(cta, ctas, per, heads, requests)}) == 1
+
+
+@pytest.mark.parametrize("counts", [(0, 5, 132), (5, 0, 132), (5, 5, 0), (5, 5, 132, 0)])
+def test_a_division_refuses_nothing_to_do(counts: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="counts must be >= 1"):
-        walk.halved(*counts)
+        walk.divided(*counts)
 
 
 @pytest.mark.parametrize("groups", [2, 4])
@@ -301,7 +320,7 @@ def test_launch_passes_addresses_and_sizes(monkeypatch: pytest.MonkeyPatch) -> N
     limited = stream.compile(of, stream.Spec(most_items=2), Gpu("sm_90a", 2))
     assert limited.binary.image == compiled.binary.image
     stream.launch(limited, o, 7)
-    assert recorder.grid == (8, 1, 1)
+    assert recorder.grid == (9, 1, 1)  # of one head each
 
 
 @pytest.mark.parametrize(

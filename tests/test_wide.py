@@ -106,9 +106,16 @@ def test_record_residency_and_no_spills(arch: str, tokens: int, dtype: str, ctas
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-@pytest.mark.parametrize("tokens", [4, 8])
-def test_three_records_per_sm(arch: str, tokens: int) -> None:
-    assert_resources(wide.compile(problem(tokens=tokens), replace(CHUNKED, ctas=3), Gpu(arch, 132)), 3)
+@pytest.mark.parametrize(("tokens", "gate_mode"), [(4, 0), (8, 0), (6, 1), (8, 1)])
+def test_three_records_per_sm(arch: str, tokens: int, gate_mode: int) -> None:
+    spec = replace(CHUNKED, ctas=3, gate_mode=gate_mode)
+    assert_resources(wide.compile(problem(tokens=tokens), spec, Gpu(arch, 132)), 3)
+
+
+@pytest.mark.parametrize(("arch", "tokens"), [("sm_90a", 5), ("sm_90a", 7), ("sm_100a", 3), ("sm_100a", 7)])
+def test_three_records_of_bf16_states_per_sm(arch: str, tokens: int) -> None:
+    spec = replace(CHUNKED, gate_mode=1, terms=1)
+    assert_resources(wide.compile(problem(tokens=tokens, state_dtype="bf16"), spec, Gpu(arch, 132)), 3)
 
 
 @pytest.mark.parametrize(

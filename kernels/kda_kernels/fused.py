@@ -44,7 +44,7 @@ Source: docs/operation.md, "The same, chunked" and "Commit: folding n accepted t
 # ruff: noqa: SIM102
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import cutlass
@@ -125,7 +125,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Common(chunked.Shape):
-    """What decides the code in both forms. A plan's repr is the cache key."""
+    """What decides the code in all forms. A plan's repr is the cache key."""
 
     kind: str
     gate_mode: int
@@ -167,9 +167,10 @@ class Common(chunked.Shape):
 
 @dataclass(frozen=True)
 class Plan(Common):
-    """source=registers."""
+    """source=registers. gate_bytes: of a lane in one load of gate weights, 16 or 8."""
 
     split: int
+    gate_bytes: int
     fold: str
     state_first: bool
     bypass_l1: bool
@@ -263,9 +264,10 @@ class Plan(Common):
 
 @dataclass(frozen=True)
 class LinesPlan(Common):
-    """source=shared. staged: lines of the state that there is room for."""
+    """source=shared. staged: lines of the state that there is room for; gate_bytes as `Plan` has it."""
 
     staged: int
+    gate_bytes: int
     ctas_per_sm: int
 
     @property
@@ -327,6 +329,7 @@ def plan(problem: Problem, spec: Spec) -> Plan | LinesPlan:
         "terms": 2,
         "kind": problem.kind,
         "gate_mode": spec.gate_mode,
+        "gate_bytes": 16,
         "records": spec.records,
         "stream_stores": spec.stream_stores,
     }
@@ -391,6 +394,8 @@ def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
     if reason is not None:
         raise ValueError(f"KdaFused: {reason}")
     p = plan(problem, spec)
+    if _few_registers(p, gpu):
+        p = replace(p, gate_bytes=8)
     binary = cubin.build(
         _host_lines if isinstance(p, LinesPlan) else _host,
         lambda: (arguments.placeholder(), p),
@@ -401,6 +406,15 @@ def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
         choices=p,
     )
     return Compiled(binary, p, spec.pdl)
+
+
+def _few_registers(p: Plan | LinesPlan, gpu: Gpu) -> bool:
+    """Where gate weights by sixteen bytes spill."""
+    if p.gate_mode == 0:
+        return False
+    if isinstance(p, Plan):
+        return p.split == 1 and gpu.arch != "sm_90a"
+    return p.ctas_per_sm > 2 and (p.tokens in (5, 7) or gpu.arch != "sm_90a")
 
 
 def launch(compiled: Compiled, operands: StepOperands, stream: int) -> None:
@@ -581,13 +595,13 @@ def kda_fused(A: Arguments, P: cutlass.Constexpr) -> None:
     at = place_of(A, tid, column, P)
     load_weights(A, M, at, P)
     gate_tile = rank * P.row_tiles + (warp - P.gate_warp)
-    gate_weights = cute.make_rmem_tensor((2, 2, chunked.STEPS), Uint32)
+    gate_weights = gate_product.registers(P)
     features = A.f_b + Int64(head * HEAD_DIM) * (2 * HEAD_DIM)
     if const_expr(P.row_tiles == P.warps):
-        chunked.load_gate_weights(gate_weights, features, gate_tile, lane)
+        gate_product.load(gate_weights, features, gate_tile, lane, P)
     else:
         if warp >= P.gate_warp and warp < P.gate_warp + P.row_tiles:
-            chunked.load_gate_weights(gate_weights, features, gate_tile, lane)
+            gate_product.load(gate_weights, features, gate_tile, lane, P)
 
     page, row = arch.shuffle_sync(mine, 0), arch.shuffle_sync(mine, 1)
     inputs = A.projected + Int64(request * P.tokens) * A.pitch * 2
@@ -716,14 +730,14 @@ def kda_fused_lines(A: Arguments, P: cutlass.Constexpr) -> None:
         conv_window.load_all(M, conv_window.window_of(A, page, start), at, P)
         arch.cp_async_commit_group()
         u = cute.make_rmem_tensor((2, 2), Float32)
-        gate_weights = cute.make_rmem_tensor(gate_product.WEIGHTS, Uint32)
+        gate_weights = gate_product.registers(P)
         taps = cute.make_rmem_tensor((2, CONV_WIDTH), P.conv_dtype)
         bias = cute.make_rmem_tensor(2, P.conv_dtype)
         state = prologue.state_of(A, page, at.head, P)
         if warp < chunked.WARPS:
             load_corrections(u, record, warp, lane, P)
             features = A.f_b + Int64(at.channel) * gate_product.ROW_BYTES
-            gate_product.load_weights(gate_weights, features, warp, lane)
+            gate_product.load(gate_weights, features, warp, lane, P)
             wide_prologue.load_taps(A, taps, bias, at, P)
         for line in range_constexpr(P.staged):
             if warp < chunked.WARPS:
@@ -737,7 +751,7 @@ def kda_fused_lines(A: Arguments, P: cutlass.Constexpr) -> None:
         window = conv_window.window_of(A, page, max(n - 1, Int32(0)))
         exp_A = blocks.exp(M.A_log[0])
         if warp < chunked.WARPS:
-            raw = gate_product.raw_gates(gate_weights, M.f_a, lane, P)
+            raw = gate_product.product(gate_weights, M.f_a, lane, P)
             chunked.store_gammas(raw, M.gamma, M.dt_bias, exp_A, A.lower_bound, record, warp, lane, P)
         if warp < chunked.CONVOLVING_WARPS:
             chunked.convolve_with(taps, bias, M, M.qkv, window, record, at.tid, P)
@@ -932,7 +946,7 @@ def gate(
     P: cutlass.Constexpr,
 ) -> None:
     """Gamma and raw gates of 16 features, those of a tile of the item's eight."""
-    raw = chunked.raw_gates(weights, M.f_a, at.lane, P.chains, P)
+    raw = gate_product.product(weights, M.f_a, at.lane, P)
     # The record still holds the old gates.
     none = Record(Int32(-1), Int64(0), Int64(0))
     chunked.store_gammas(raw, M.gamma, M.dt_bias, exp_A, lower_bound, none, tile, at.lane, P)

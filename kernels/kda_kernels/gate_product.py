@@ -6,16 +6,18 @@ f_a       a unit of a token holds the same columns
 
 Loads take their time by the lines of 128 bytes that they touch, not by the bytes, most of all behind the copies of a
 state. By eight bytes of a lane, a head's weights touch 1024 lines; by sixteen (`load_weights`) 512; whole lines, of
-which a lane then gets half by way of its neighbour's registers (`load_lines`, `settle`), are 256.
+which a lane then gets half by way of its neighbour's registers (`load_lines`, `settle`), are 256. Words of a load of
+sixteen bytes must be moved before an MMA takes them. Where there are no registers for that, `registers`, `load` and
+`product` are by eight bytes: `P.gate_bytes`.
 """
 
 from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
-from kda_kernels import blocks
+from kda_kernels import blocks, chunked
 from kdabench.problem import HEAD_DIM
 
 arch = cute.arch
@@ -27,6 +29,34 @@ WEIGHTS = (4, 2, UNITS)
 """Shape of a thread's weights, words."""
 _NEIGHBOUR = 4
 """Distance of the lane whose features are next to a lane's."""
+
+
+@cute.jit
+def registers(P: cutlass.Constexpr) -> cute.Tensor:
+    """For a thread's weights."""
+    return cute.make_rmem_tensor(WEIGHTS if const_expr(P.gate_bytes == 16) else (2, 2, chunked.STEPS), Uint32)
+
+
+@cute.jit
+def load(weights: cute.Tensor, address: Int64, warp: Int32, lane: Int32, P: cutlass.Constexpr) -> None:
+    """Features 16 warp .. +15 of the head at an address, for `product`."""
+    if const_expr(P.gate_bytes == 16):
+        load_weights(weights, address, warp, lane)
+    else:
+        chunked.load_gate_weights(weights, address, warp, lane)
+
+
+@cute.jit
+def product(
+    weights: cute.Tensor, s_f_a: cute.Tensor, lane: Int32, P: cutlass.Constexpr
+) -> tuple[Float32, Float32, Float32, Float32]:
+    """As `raw_gates`."""
+    gates: tuple[Float32, Float32, Float32, Float32]
+    if const_expr(P.gate_bytes == 16):
+        gates = raw_gates(weights, s_f_a, lane, P)
+    else:
+        gates = chunked.raw_gates(weights, s_f_a, lane, P.chains, P)
+    return gates
 
 
 @cute.jit

@@ -269,7 +269,7 @@ def launch(compiled: Compiled, operands: StepOperands, stream: int) -> None:
     assert o.lower_bound is not None
     if p.kind == "record" and not o.lower_bound * p.tokens >= chunked.MIN_LOG_GAMMA:
         raise ValueError(f"lower_bound={o.lower_bound} is too low for {p.tokens} tokens")
-    per, ctas = walk.halved(o.A_log.shape[0] * o.slots.shape[0], compiled.sms, compiled.most_items)
+    per, ctas = walk.divided(o.A_log.shape[0], o.slots.shape[0], compiled.sms, compiled.most_items)
     cubin.launcher(compiled.binary).launch((ctas, 1, 1), arguments.values(o, per), stream, compiled.pdl)
 
 
@@ -333,8 +333,8 @@ def kda_stream(A: Arguments, P: cutlass.Constexpr) -> None:
     cta, _, _ = arch.block_idx()
     here = place()
     ctas, _, _ = arch.grid_dim()
-    begin, count = walk.half_of(cta, ctas, A.per, A.heads * A.requests)
-    item = walk.item_at(begin, A.per, A.heads, A.requests)
+    begin, count = walk.part_of(cta, ctas, A.per, A.heads, A.requests)
+    item = walk.item_at(begin, max(A.per, -A.per), A.heads, A.requests)
 
     # The slot must be the first load: behind the copies it comes back a microsecond later.
     numbers = blocks.at(Int32, number_address(A, item.request, min(here.lane, P.numbers - 1), P), Int32(0))

@@ -1,7 +1,8 @@
-"""The walk of persistent CTAs over items, which are divided into runs of the same length: one for each SM.
+"""The walk of persistent CTAs over items, and its division into runs.
 
 Blocks of as many requests as a run has items; in a block, head by head. Consecutive items of a run so share a head, and
-neighbouring runs are at neighbouring heads of one request at a time. A run is that of one CTA, or of two in halves.
+neighbouring runs are at neighbouring heads of one request at a time. A run is that of one CTA, or of two in halves, or,
+where there are SMs enough, ends where a head's block ends, for a change of heads takes about as long as half an item.
 """
 
 from __future__ import annotations
@@ -61,6 +62,57 @@ def half_of(cta: Int32, ctas: Int32, per: Int32, items: Int32) -> tuple[Int32, I
     if cta >= runs:
         begin, count = (cta - runs) * per + count, per - count
     return begin, min(count, items - begin)
+
+
+def divided(heads: int, requests: int, sms: int, most: int | None = None) -> tuple[int, int]:
+    """Items of a run, and CTAs: as `halved`, or, where there are SMs enough, the items negative for runs that end with
+    a head's block. Such a run is that of a CTA, or of two if there are more CTAs than runs.
+
+    No SM has more than its part of the items, rounded up. Raises ValueError if a count is below one.
+    """
+    if min(heads, requests) < 1:
+        raise ValueError(f"counts must be >= 1: {heads=} {requests=}")
+    per, ctas = halved(heads * requests, sms, most)
+    share = ceil_div(heads * requests, sms)
+    if share == 1:
+        return per, ctas
+    if per < share:
+        size = ceil_div(requests, ceil_div(requests, per // 2))
+        return -size, heads * ceil_div(requests, size)
+    runs = heads * ceil_div(requests, share)
+    if runs <= sms:
+        return -share, 2 * runs - (heads if requests % share == 1 else 0)
+    if share % 2 == 0 and heads * ceil_div(requests, share // 2) <= 2 * sms:
+        return -(share // 2), heads * ceil_div(requests, share // 2)
+    return per, ctas
+
+
+@cute.jit
+def part_of(cta: Int32, ctas: Int32, per: Int32, heads: Int32, requests: Int32) -> tuple[Int32, Int32]:
+    """Where a CTA begins, and its items, of runs as `divided` says."""
+    begin, count = half_of(cta, ctas, per, heads * requests)
+    if per < 0:
+        # Runs of `size` items first, those of the last block, which may be shorter, behind them.
+        size = -per
+        whole = requests // size * heads
+        rest = requests - requests // size * size
+        runs = whole
+        if rest > 0:
+            runs = whole + heads
+        run = cta
+        if cta >= runs:
+            run = cta - runs
+        begin, count = run * size, size
+        if run >= whole:
+            begin, count = whole * size + (run - whole) * rest, rest
+        first = count
+        if ctas > runs:
+            first = (count + 1) // 2
+        if cta >= runs:
+            begin, count = begin + first, count - first
+        else:
+            count = first
+    return begin, count
 
 
 @cute.jit

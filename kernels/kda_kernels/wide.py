@@ -25,7 +25,7 @@ Source: docs/operation.md, "The mathematics, per item" and "The same, chunked".
 # ruff: noqa: SIM102
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import cutlass
@@ -111,8 +111,9 @@ class Spec:
 class Plan(chunked.Shape):
     """What decides the code. Its repr is the cache key.
 
-    staged   lines of the state that there is room for
-    ctas     per SM, by which registers are capped
+    staged       lines of the state that there is room for
+    ctas         per SM, by which registers are capped
+    gate_bytes   of a lane in one load of gate weights, 16 or 8
     """
 
     kind: str
@@ -121,6 +122,7 @@ class Plan(chunked.Shape):
     gate_mode: int
     staged: int
     ctas: int
+    gate_bytes: int
 
     @property
     def chains(self) -> int:
@@ -197,6 +199,8 @@ def plan(problem: Problem, spec: Spec) -> Plan:
             gate_mode=spec.gate_mode,
             staged=staged,
             ctas=ctas,
+            # Sixteen spill at the registers of three or four CTAs per SM.
+            gate_bytes=8 if problem.kind == "decode" else 16,
         )
 
     lines = with_room(0, 1).lines
@@ -245,6 +249,8 @@ def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
     if reason is not None:
         raise ValueError(f"KdaWide: {reason}")
     p = plan(problem, spec)
+    if _few_registers(p, gpu):
+        p = replace(p, gate_bytes=8)
     binary = cubin.build(
         _HOSTS[p.kind],
         lambda: (arguments.placeholder(), p),
@@ -255,6 +261,11 @@ def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
         choices=p,
     )
     return Compiled(binary, p, spec.pdl)
+
+
+def _few_registers(p: Plan, gpu: Gpu) -> bool:
+    """Where gate weights by sixteen bytes spill in a record step."""
+    return p.kind == "record" and (p.ctas > 2 or p.state_dtype == "bf16") and gpu.arch != "sm_90a"
 
 
 def launch(compiled: Compiled, operands: StepOperands, stream: int) -> None:
@@ -368,10 +379,10 @@ def kda_wide_record(A: Arguments, P: cutlass.Constexpr) -> None:
         arch.cp_async_commit_group()
         # So that nothing later waits for the weights on its behalf.
         row = blocks.pinned(row)
-        gate_weights = cute.make_rmem_tensor(gate_product.WEIGHTS, Uint32)
+        gate_weights = gate_product.registers(P)
         taps = cute.make_rmem_tensor((2, CONV_WIDTH), P.conv_dtype)
         bias = cute.make_rmem_tensor(2, P.conv_dtype)
-        gate_product.load_weights(gate_weights, A.f_b + Int64(at.channel) * gate_product.ROW_BYTES, warp, lane)
+        gate_product.load(gate_weights, A.f_b + Int64(at.channel) * gate_product.ROW_BYTES, warp, lane, P)
         wide_prologue.load_taps(A, taps, bias, at, P)
         item = prologue.state_of(A, page, at.head, P)
         cells = M.state.iterator.toint() + at.tid * 16
@@ -384,7 +395,7 @@ def kda_wide_record(A: Arguments, P: cutlass.Constexpr) -> None:
         arch.sync_threads()
 
         record = prologue.record_of(A, row, at.head)
-        raw = gate_product.raw_gates(gate_weights, M.f_a, lane, P)
+        raw = gate_product.product(gate_weights, M.f_a, lane, P)
         exp_A = blocks.exp(M.A_log[0])
         chunked.store_gammas(raw, M.gamma, M.dt_bias, exp_A, A.lower_bound, record, warp, lane, P)
         if warp < chunked.CONVOLVING_WARPS:
@@ -453,11 +464,10 @@ def kda_wide_decode(A: Arguments, P: cutlass.Constexpr) -> None:
         window = conv_window.window_of(A, page, Int32(0))
         conv_window.load_all(M, window, at, P)
         arch.cp_async_commit_group()
-        gate_weights = cute.make_rmem_tensor((2, 2, chunked.STEPS), Uint32)
+        gate_weights = gate_product.registers(P)
         taps = cute.make_rmem_tensor((2, CONV_WIDTH), P.conv_dtype)
         bias = cute.make_rmem_tensor(2, P.conv_dtype)
-        # By eight bytes: with so many CTAs per SM, sixteen at a time spill.
-        chunked.load_gate_weights(gate_weights, A.f_b + Int64(at.channel) * gate_product.ROW_BYTES, warp, lane)
+        gate_product.load(gate_weights, A.f_b + Int64(at.channel) * gate_product.ROW_BYTES, warp, lane, P)
         wide_prologue.load_taps(A, taps, bias, at, P)
         item = prologue.state_of(A, page, at.head, P) + state_rows.first_cell(Int32(0), warp, lane, P)
         cells = M.state.iterator.toint() + at.tid * 16
@@ -465,7 +475,7 @@ def kda_wide_decode(A: Arguments, P: cutlass.Constexpr) -> None:
         arch.cp_async_wait_group(_GROUPS)
         arch.sync_threads()
 
-        raw = chunked.raw_gates(gate_weights, M.f_a, lane, P.chains, P)
+        raw = gate_product.product(gate_weights, M.f_a, lane, P)
         store_decay(raw, M, A.lower_bound, at, P)
         if warp < chunked.CONVOLVING_WARPS:
             convolve_token(M, taps, bias, window, at, P)
@@ -530,17 +540,17 @@ def kda_wide_spec(A: Arguments, P: cutlass.Constexpr) -> None:
         window = conv_window.window_of(A, page, start)
         conv_window.load_all(M, window, at, P)
         arch.cp_async_commit_group()
-        gate_weights = cute.make_rmem_tensor(gate_product.WEIGHTS, Uint32)
+        gate_weights = gate_product.registers(P)
         taps = cute.make_rmem_tensor((2, CONV_WIDTH), P.conv_dtype)
         bias = cute.make_rmem_tensor(2, P.conv_dtype)
-        gate_product.load_weights(gate_weights, A.f_b + Int64(at.channel) * gate_product.ROW_BYTES, warp, lane)
+        gate_product.load(gate_weights, A.f_b + Int64(at.channel) * gate_product.ROW_BYTES, warp, lane, P)
         wide_prologue.load_taps(A, taps, bias, at, P)
         cells = M.state.iterator.toint() + at.tid * 16
         stage_state(cells, prologue.state_of(A, read, at.head, P) + state_rows.first_cell(Int32(0), warp, lane, P), P)
         arch.cp_async_wait_group(_GROUPS)
         arch.sync_threads()
 
-        raw = gate_product.raw_gates(gate_weights, M.f_a, lane, P)
+        raw = gate_product.product(gate_weights, M.f_a, lane, P)
         store_decays(raw, M, A.lower_bound, at, P)
         if warp < chunked.CONVOLVING_WARPS:
             none = Record(Int32(-1), Int64(0), Int64(0))
