@@ -41,8 +41,7 @@ def plain(jitted: Any, **others: Any) -> Callable[..., Any]:
 
 
 # The walk over items. The device functions are plain integer arithmetic: here they run on Python's.
-half_of = plain(walk.half_of)
-part_of = plain(walk.part_of, half_of=half_of)
+part_of = plain(walk.part_of, half_of=plain(walk.half_of))
 item_at = plain(walk.item_at)
 next_item = plain(walk.next_item)
 
@@ -52,13 +51,8 @@ def items_of(cta: int, per: int, heads: int, requests: int) -> list[tuple[int, i
     return _items(cta * per, min(per, heads * requests - cta * per), per, heads, requests)
 
 
-def items_of_half(cta: int, ctas: int, per: int, heads: int, requests: int) -> list[tuple[int, int]]:
-    """The same of one that has half a run."""
-    return _items(*half_of(cta, ctas, per, heads * requests), per, heads, requests)
-
-
 def items_of_part(cta: int, ctas: int, per: int, heads: int, requests: int) -> list[tuple[int, int]]:
-    """The same of one that has a part as `walk.divided` says."""
+    """The same of one that has a part as `walk.divided` or `walk.halved` says, of which those are positive."""
     return _items(*part_of(cta, ctas, per, heads, requests), abs(per), heads, requests)
 
 
