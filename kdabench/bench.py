@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_kernels import compare, reference, variants
-from kda_kernels.gpu import Gpu
+from kda_kernels import variants
+from kda_kernels.check import compare, reference
+from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import CommitOperands, Operands, StepOperands, make_commit, make_step
+from kda_kernels.problem import Problem, ceil_div
 from kdabench.clock import MIN_COPIES, rotation
 from kdabench.graphs import CaptureFailedError, GraphClock, Timed, WrongKernelError, capture, require_kernels
-from kdabench.problem import Problem, ceil_div
 from kdabench.records import COLD_FACTOR, Candidate, Cell, Status, l2_state
 from kdabench.telemetry import Telemetry
 
@@ -68,7 +69,7 @@ class Device:
 
     @classmethod
     def current(cls) -> Device:
-        from kda_kernels.gpu import current_gpu
+        from kda_kernels.device.gpu import current_gpu
 
         index = torch.cuda.current_device()
         p = torch.cuda.get_device_properties(index)

@@ -99,7 +99,7 @@ def _leave_interrupts_to_parent() -> None:
 
 def compile_case(case: Case, arch: str) -> Row:
     from kda_kernels import variants
-    from kda_kernels.gpu import Gpu
+    from kda_kernels.device.gpu import Gpu
 
     module = variants.load(case.variant)
     gpu = Gpu(arch, SMS)

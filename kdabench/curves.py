@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from kdabench.problem import Kind, Pending, StateDtype
+from kda_kernels.problem import Kind, Pending, StateDtype
 from kdabench.records import Candidate, Cell, Context, Record
 
 _QUESTION = ("kind", "tokens", "layers", "state_dtype", "pending", "conv_layout", "context", "l2", "inputs")

@@ -140,7 +140,7 @@ def _gpu() -> Iterator[Finding]:
 
 def _cache() -> Iterator[Finding]:
     try:
-        from kda_kernels.cubin import cache_dir
+        from kda_kernels.device.cubin import cache_dir
 
         folder = cache_dir()
     except Exception as error:

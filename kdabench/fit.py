@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from kda_kernels.problem import Problem
 from kdabench import certificate, device, emit, ladder, provenance, replay
 from kdabench.choices import Rows, agreement, find_rows
 from kdabench.ladder import LADDER, Solved
@@ -34,7 +35,6 @@ from kdabench.policy import (
     policy_of,
     with_pdl,
 )
-from kdabench.problem import Problem
 from kdabench.records import Cell, Record, canonical, dumps
 from kdabench.regret import (
     NOWHERE,

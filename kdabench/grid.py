@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from kdabench.problem import CONV_LAYOUTS, MAX_TOKENS, STATE_DTYPES, Kind, Problem, StateDtype
+from kda_kernels.problem import CONV_LAYOUTS, MAX_TOKENS, STATE_DTYPES, Kind, Problem, StateDtype
 from kdabench.records import SpecValue
 
 _WINDOWS: tuple[Kind, ...] = ("spec", "record")

@@ -17,7 +17,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
-from kdabench.problem import KINDS, ConvLayout, Kind, Pending, Problem, StateDtype
+from kda_kernels.problem import KINDS, ConvLayout, Kind, Pending, Problem, StateDtype
 
 Context = Literal["layer", "isolated", "chain"]
 L2 = Literal["cold", "warm"]

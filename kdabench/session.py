@@ -450,7 +450,7 @@ def _measure(
 def _arch(device_index: int) -> str:
     import torch
 
-    from kda_kernels.gpu import current_gpu
+    from kda_kernels.device.gpu import current_gpu
 
     with torch.cuda.device(device_index):
         return current_gpu().arch

@@ -28,7 +28,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
-from kdabench.problem import CONV_LAYOUTS, KINDS, STATE_DTYPES
+from kda_kernels.problem import CONV_LAYOUTS, KINDS, STATE_DTYPES
 from kdabench.records import CONTEXTS, INPUTS, L2, Candidate, Cell, SpecValue, canonical, cell_order
 
 KnownSpecs = Mapping[str, Mapping[str, type]]

@@ -35,7 +35,7 @@ def run(
     choose: Callable[[Case], bool] = lambda case: True,
 ) -> list[Row]:
     """Check the grid of `variants` on the current CUDA device. Raises RuntimeError if there is none."""
-    from kda_kernels.gpu import current_gpu
+    from kda_kernels.device.gpu import current_gpu
 
     cases = [case for variant in variants for case in verify_cases(variant) if choose(case)]
     build.fill_cache(cases, current_gpu().arch)
@@ -51,8 +51,9 @@ def check(case: Case, seed: int = 1) -> str | None:
     """The verdict of one case: two launches of fresh operands captured in one graph, poisoned, replayed, compared."""
     import torch
 
-    from kda_kernels import compare, reference, variants
-    from kda_kernels.gpu import current_gpu
+    from kda_kernels import variants
+    from kda_kernels.check import compare, reference
+    from kda_kernels.device.gpu import current_gpu
     from kda_kernels.operands import CommitOperands, make_commit, make_step
     from kdabench.graphs import capture, require_kernels
 
@@ -120,7 +121,7 @@ _FEW = 64  # items times tokens: above, one flipped gate drowns in the norm, and
 
 def _untied(case: Case, make: Callable[[int], Any], first: int) -> Any:
     """Where a step is small: operands of the first of some seeds that has no raw gate at a BF16 tie, if one has."""
-    from kda_kernels import compare
+    from kda_kernels.check import compare
 
     if case.problem.folds_only or case.problem.items * case.problem.tokens > _FEW:
         return make(first)

@@ -8,9 +8,9 @@ from statistics import median
 
 import numpy as np
 
+from kda_kernels.problem import STATE_DTYPES
 from kdabench import records
 from kdabench.fit import step_grid
-from kdabench.problem import STATE_DTYPES
 from kdabench.records import Candidate, Cell
 from kdabench.regret import FLUSH
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from kda_kernels import compare, reference
-from kda_kernels.gpu import current_gpu
+from kda_kernels.check import compare, reference
+from kda_kernels.device.gpu import current_gpu
 from kda_kernels.operands import StepOperands
-from kdabench.problem import HEAD_DIM, Problem
+from kda_kernels.problem import HEAD_DIM, Problem
 
 
 def check(module: Any, problem: Problem, spec: Any, operands: StepOperands, sms: int | None = None) -> None:

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kda_kernels import split, wide
+from kda_kernels.variants import split, wide
 from kdabench import bench, graphs, session, worker
 from kdabench.measure import Plan
 from kdabench.records import Candidate, Cell, Record

@@ -15,7 +15,6 @@ mbarriers and what goes between CTAs: `simt_cluster`.
 from __future__ import annotations
 
 import _thread
-import ast
 import builtins
 import contextlib
 import ctypes
@@ -40,10 +39,11 @@ from unittest import mock
 import numpy as np
 import torch
 
-from kda_kernels import compare, cubin, reference
-from kda_kernels.gpu import Gpu
+from kda_kernels.check import compare, reference
+from kda_kernels.device import cubin, sources
+from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import StepOperands
-from kdabench.problem import Problem
+from kda_kernels.problem import Problem
 
 KERNELS = Path(__file__).parent.parent / "kernels" / "kda_kernels"
 WARP = 32
@@ -939,63 +939,47 @@ def _modules() -> dict[str, ModuleType]:
     }
 
 
-def _imports(name: str) -> tuple[list[str], bool]:
-    """The modules of `kda_kernels` that one imports when it is loaded, and whether it imports the DSL."""
-    body = ast.parse((KERNELS / f"{name}.py").read_text()).body
-    found, dsl = [], False
-    for node in body:
-        if isinstance(node, ast.ImportFrom) and node.module == "kda_kernels":
-            found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            package, _, module = node.module.partition(".")
-            dsl |= package == "cutlass"
-            found += [module] if package == "kda_kernels" else []
-        elif isinstance(node, ast.Import):
-            dsl |= any(alias.name.split(".")[0] == "cutlass" for alias in node.names)
-    return found, dsl
-
-
-def in_order(names: Sequence[str], before: Sequence[str] = ()) -> list[str]:
-    """Modules, and those that they need of the ones that import the DSL: each behind what it needs."""
-    found = [*before]
-    for name in names:
-        needed, dsl = _imports(name)
-        if dsl and name not in found:
-            found = [*in_order(needed, found), name]
-    return found
+def _module(name: str) -> str:
+    """The full name of a module of `kda_kernels`, by its last part, which is enough."""
+    (path,) = KERNELS.rglob(f"{name}.py")
+    return ".".join(path.relative_to(KERNELS.parent).with_suffix("").parts)
 
 
 def load(*names: str) -> dict[str, ModuleType]:
-    """Copies of modules of `kda_kernels`, and of those that they need, over the stand-ins."""
-    names = tuple(in_order(names))
-    stand_ins = _modules()
+    """Copies of modules of `kda_kernels`, and of those that they need, over the stand-ins, by their last names."""
+    modules = sources.in_order(map(_module, names))
     loaded: dict[str, ModuleType] = {}
-    package = importlib.import_module("kda_kernels")
-    saved = {key: sys.modules.get(key) for key in (*stand_ins, *(f"kda_kernels.{n}" for n in names))}
-    attributes = {n: getattr(package, n, None) for n in names}
+    stand_ins = _modules()
+    saved = {key: sys.modules.get(key) for key in (*stand_ins, *modules)}
+    parents = {module: importlib.import_module(module.rpartition(".")[0]) for module in modules}
+    attributes = {module: getattr(parents[module], _last(module), None) for module in modules}
     try:
         sys.modules.update(stand_ins)
-        for name in names:
-            spec = importlib.util.spec_from_file_location(f"kda_kernels.{name}", KERNELS / f"{name}.py")
+        for module in modules:
+            spec = importlib.util.spec_from_file_location(module, sources.path_of(module))
             assert spec is not None
             assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[spec.name] = module
-            spec.loader.exec_module(module)
-            setattr(package, name, module)
-            loaded[name] = module
+            copy = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = copy
+            spec.loader.exec_module(copy)
+            setattr(parents[module], _last(module), copy)
+            loaded[_last(module)] = copy
     finally:
         for key, old in saved.items():
             if old is None:
                 sys.modules.pop(key, None)
             else:
                 sys.modules[key] = old
-        for n, old in attributes.items():
-            if old is None:
-                delattr(package, n)
+        for module, was in attributes.items():
+            if was is None:
+                delattr(parents[module], _last(module))
             else:
-                setattr(package, n, old)
+                setattr(parents[module], _last(module), was)
     return loaded
+
+
+def _last(module: str) -> str:
+    return module.rpartition(".")[2]
 
 
 def run(

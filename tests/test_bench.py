@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kda_kernels.operands import CommitOperands, StepOperands, make_commit, make_step
+from kda_kernels.problem import Problem
 from kdabench import bench
-from kdabench.problem import Problem
 
 STEPS = [("decode", 1, None), ("spec", 4, None), ("record", 4, None), ("replay", 4, "mix")]
 
@@ -75,7 +75,7 @@ def test_any_bit_of_what_is_only_read_shows() -> None:
 def test_a_device_without_a_known_peak_rate_asks_nvml() -> None:
     from types import SimpleNamespace
 
-    from kda_kernels.gpu import Gpu
+    from kda_kernels.device.gpu import Gpu
 
     unknown = bench.Device(0, Gpu("sm_90a", 7), "X", "uuid", None, 10**6, None)
     telemetry: Any = SimpleNamespace(peak_bytes_per_us=lambda: 4.9e6)

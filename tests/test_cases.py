@@ -231,7 +231,7 @@ HALF_DONE = ["nothing", "half the heads", "no state", "no window", "no records",
 @pytest.mark.parametrize("leaves_out", HALF_DONE)
 def test_case_08_what_writes_too_little_is_wrong_after_poison(leaves_out: str) -> None:
     """The buffers hold another candidate's right results when the faulty one starts."""
-    from kda_kernels import compare, reference
+    from kda_kernels.check import compare, reference
     from kda_kernels.operands import make_step
 
     kind, tokens = ("record", 2) if leaves_out == "no records" else ("decode", 1)
@@ -293,7 +293,7 @@ def test_case_09_a_state_that_drifts_away_is_noticed() -> None:
 
 
 def test_case_09_the_state_stays_bounded_over_many_steps() -> None:
-    from kda_kernels import reference
+    from kda_kernels.check import reference
     from kda_kernels.operands import make_step
     from kdabench import bench
 

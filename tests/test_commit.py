@@ -12,10 +12,11 @@ import pytest
 import torch
 from compiled import Recorder, sass_of
 
-from kda_kernels import commit, cubin
-from kda_kernels.gpu import Gpu
+from kda_kernels.device import cubin
+from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import make_commit
-from kdabench.problem import HEAD_DIM, MAX_TOKENS, Problem
+from kda_kernels.problem import HEAD_DIM, MAX_TOKENS, Problem
+from kda_kernels.variants import commit
 
 H200 = Gpu("sm_90a", 132)
 THIRD_OF_AN_SM = 233_472 // 3 - 1024

@@ -15,10 +15,12 @@ import simt_cluster
 import torch
 from compiled import Recorder, sass_of
 
-from kda_kernels import arguments, cubin, fused
-from kda_kernels.gpu import Gpu
+from kda_kernels import arguments
+from kda_kernels.device import cubin
+from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import StepOperands, make_step
-from kdabench.problem import HEAD_DIM, Problem
+from kda_kernels.problem import HEAD_DIM, Problem
+from kda_kernels.variants import fused
 
 H200 = Gpu("sm_90a", 132)
 SHAPES = ((1, 256), (2, 256), (2, 128), (4, 256), (4, 128), (8, 256), (8, 128))

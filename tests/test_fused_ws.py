@@ -16,11 +16,13 @@ import simt_cluster
 import torch
 from compiled import Recorder, sass_of
 
-from kda_kernels import cubin, fused_ws, stream, variants
+from kda_kernels import variants
 from kda_kernels.arguments import Arguments
-from kda_kernels.gpu import Gpu
+from kda_kernels.device import cubin
+from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import StepOperands, make_step
-from kdabench.problem import Problem
+from kda_kernels.problem import Problem
+from kda_kernels.variants import fused_ws, stream
 
 GPUS = {"sm_90a": Gpu("sm_90a", 132), "sm_100a": Gpu("sm_100a", 148), "sm_103a": Gpu("sm_103a", 148)}
 H200 = GPUS["sm_90a"]

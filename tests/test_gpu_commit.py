@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kda_kernels import commit, compare, reference
-from kda_kernels.gpu import current_gpu
+from kda_kernels.check import compare, reference
+from kda_kernels.device.gpu import current_gpu
 from kda_kernels.operands import CommitOperands, address_table, make_commit
-from kdabench.problem import Problem, StateDtype
+from kda_kernels.problem import Problem, StateDtype
+from kda_kernels.variants import commit
 
 pytestmark = pytest.mark.gpu
 

@@ -16,10 +16,11 @@ from gpu_checks import (
     longer_records,
 )
 
-from kda_kernels import compare, fused, reference
-from kda_kernels.gpu import current_gpu
+from kda_kernels.check import compare, reference
+from kda_kernels.device.gpu import current_gpu
 from kda_kernels.operands import StepOperands, make_step
-from kdabench.problem import Problem
+from kda_kernels.problem import Problem
+from kda_kernels.variants import fused
 
 pytestmark = pytest.mark.gpu
 

@@ -14,9 +14,10 @@ import torch
 from gpu_checks import bf16_weights, check, check_far_pages, check_repeatable, longer_records, longer_window
 from test_gpu_fused import forget_rejected, problem
 
-from kda_kernels import compare, fused_ws, reference
-from kda_kernels.gpu import current_gpu
+from kda_kernels.check import compare, reference
+from kda_kernels.device.gpu import current_gpu
 from kda_kernels.operands import StepOperands, make_step
+from kda_kernels.variants import fused_ws
 
 pytestmark = pytest.mark.gpu
 

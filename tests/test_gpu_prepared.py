@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from kda_kernels import compare, reference
-from kda_kernels.commits import CommitContext
-from kda_kernels.layer import Caches, LayerWeights
+from kda_kernels.check import compare, reference
 from kda_kernels.operands import StepOperands, make_commit, make_step
-from kda_kernels.prepared import Choice, DefaultPolicy, PreparedKda
-from kdabench.problem import Problem
+from kda_kernels.problem import Problem
+from kda_kernels.serving.commits import CommitContext
+from kda_kernels.serving.layer import Caches, LayerWeights
+from kda_kernels.serving.prepared import Choice, DefaultPolicy, PreparedKda
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:no policy for")]
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from test_reference import naive
 
-from kda_kernels import compare, reference, stock
-from kda_kernels.gpu import current_gpu
+from kda_kernels import stock
+from kda_kernels.check import compare, reference
+from kda_kernels.device.gpu import current_gpu
 from kda_kernels.operands import StepOperands, address_table, make_commit, make_step
-from kdabench.problem import Problem
+from kda_kernels.problem import Problem
 
 pytestmark = pytest.mark.gpu
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from gpu_checks import bf16_weights, check, check_far_pages, check_repeatable, longer_records, longer_window
 
-from kda_kernels import stream
-from kda_kernels.gpu import current_gpu
+from kda_kernels.device.gpu import current_gpu
 from kda_kernels.operands import StepOperands, make_step
-from kdabench.problem import Problem
+from kda_kernels.problem import Problem
+from kda_kernels.variants import stream
 
 pytestmark = pytest.mark.gpu
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kda_kernels.gpu import current_gpu
-from kda_kernels.trace import Engine, Shape, Trace, VariantKernels, run
+from kda_kernels.check.trace import Engine, Shape, Trace, VariantKernels, run
+from kda_kernels.device.gpu import current_gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -15,10 +15,10 @@ from gpu_checks import (
     longer_records,
 )
 
-from kda_kernels import wide
-from kda_kernels.gpu import current_gpu
+from kda_kernels.device.gpu import current_gpu
 from kda_kernels.operands import StepOperands, make_step
-from kdabench.problem import Problem
+from kda_kernels.problem import Problem
+from kda_kernels.variants import wide
 
 pytestmark = pytest.mark.gpu
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from gpu_checks import bf16_weights, check
 
-from kda_kernels import ws
-from kda_kernels.gpu import current_gpu
+from kda_kernels.device.gpu import current_gpu
 from kda_kernels.operands import StepOperands, make_step
-from kdabench.problem import Problem
+from kda_kernels.problem import Problem
+from kda_kernels.variants import ws
 
 pytestmark = pytest.mark.gpu
 

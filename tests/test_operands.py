@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kda_kernels.check.reference import padding
 from kda_kernels.operands import address_table, make_commit, make_step
-from kda_kernels.reference import padding
-from kdabench.problem import Problem
+from kda_kernels.problem import Problem
 
 STEPS = [
     Problem("decode", 4, 3),

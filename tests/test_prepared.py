@@ -11,14 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from kda_kernels import arguments, commit, compare, prepared, reference, split, stock, variants
-from kda_kernels.commits import CommitContext
-from kda_kernels.gpu import Gpu
-from kda_kernels.layer import Caches, LayerWeights
+from kda_kernels import arguments, stock, variants
+from kda_kernels.check import compare, reference
+from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import StepOperands, make_commit, make_step
 from kda_kernels.policies import nvidia_h200
-from kda_kernels.prepared import Choice, DefaultPolicy, PreparedKda
-from kdabench.problem import Problem
+from kda_kernels.problem import Problem
+from kda_kernels.serving import prepared
+from kda_kernels.serving.commits import CommitContext
+from kda_kernels.serving.layer import Caches, LayerWeights
+from kda_kernels.serving.prepared import Choice, DefaultPolicy, PreparedKda
+from kda_kernels.variants import commit, split
 
 H200 = Gpu("sm_90a", 132)
 cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton runs compiled here: see test_gpu_prepared.py")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kdabench.problem import HEAD_DIM, Problem, ceil_div
+from kda_kernels.problem import HEAD_DIM, Problem, ceil_div
 
 KINDS = {
     "decode": lambda H, R: Problem("decode", R, H),

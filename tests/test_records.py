@@ -11,8 +11,8 @@ import synthetic
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kda_kernels.problem import CONV_LAYOUTS, STATE_DTYPES
 from kdabench import provenance, records
-from kdabench.problem import CONV_LAYOUTS, STATE_DTYPES
 from kdabench.provenance import ProvenanceError, ProvenanceWarning
 from kdabench.records import CONTEXTS, INPUTS, STATUSES, Candidate, Cell, Record, RecordError
 

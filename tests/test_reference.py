@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kda_kernels import compare, reference
+from kda_kernels.check import compare, reference
 from kda_kernels.operands import CommitOperands, StepOperands, make_commit, make_step
-from kdabench.problem import Problem
+from kda_kernels.problem import Problem
 
 
 def naive(

@@ -16,10 +16,11 @@ import simt_cluster
 import torch
 from compiled import odd
 
-from kda_kernels import arguments, split
-from kda_kernels.gpu import Gpu
+from kda_kernels import arguments
+from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import StepOperands, make_step
-from kdabench.problem import HEAD_DIM, Problem
+from kda_kernels.problem import HEAD_DIM, Problem
+from kda_kernels.variants import split
 
 GPUS = {"sm_90a": Gpu("sm_90a", 132), "sm_100a": Gpu("sm_100a", 148)}
 H200 = GPUS["sm_90a"]

@@ -16,10 +16,11 @@ import simt_cluster
 import torch
 from compiled import sass_of
 
-from kda_kernels import arguments, split, split_chunked
-from kda_kernels.gpu import Gpu
+from kda_kernels import arguments
+from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import make_step
-from kdabench.problem import Problem
+from kda_kernels.problem import Problem
+from kda_kernels.variants import split, split_chunked
 
 GPUS = {"sm_90a": Gpu("sm_90a", 132), "sm_100a": Gpu("sm_100a", 148), "sm_103a": Gpu("sm_103a", 148)}
 H200 = GPUS["sm_90a"]

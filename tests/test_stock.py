@@ -13,10 +13,11 @@ import torch
 from test_reference import naive
 from torch import Tensor
 
-from kda_kernels import compare, reference, stock
-from kda_kernels.gpu import Gpu
+from kda_kernels import stock
+from kda_kernels.check import compare, reference
+from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import StepOperands, address_table, make_commit, make_step
-from kdabench.problem import Problem
+from kda_kernels.problem import Problem
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton runs compiled here: see test_gpu_stock.py")
 
@@ -370,9 +371,9 @@ from dataclasses import replace
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 from kda_kernels import stock
-from kda_kernels.gpu import Gpu
+from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import address_table, make_commit, make_step
-from kdabench.problem import Problem
+from kda_kernels.problem import Problem
 
 class Driver:
     # All that Triton asks of a driver in order to compile.

@@ -16,11 +16,13 @@ import simt
 import simt_cluster
 from compiled import Recorder, items_of_part, sass_of
 
-from kda_kernels import cubin, stream, walk
+from kda_kernels import walk
 from kda_kernels.arguments import Arguments
-from kda_kernels.gpu import Gpu
+from kda_kernels.device import cubin
+from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import make_step
-from kdabench.problem import HEAD_DIM, Problem
+from kda_kernels.problem import HEAD_DIM, Problem
+from kda_kernels.variants import stream
 
 GPUS = {"sm_90a": Gpu("sm_90a", 132), "sm_100a": Gpu("sm_100a", 148), "sm_103a": Gpu("sm_103a", 148)}
 H200 = GPUS["sm_90a"]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kda_kernels import variants
-from kda_kernels.gpu import Gpu
+from kda_kernels.device.gpu import Gpu
 from kdabench import sweep
 from kdabench.cli.inputs import known_specs
 from kdabench.records import Candidate

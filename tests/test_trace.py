@@ -9,11 +9,11 @@ from itertools import pairwise
 import pytest
 import torch
 
-from kda_kernels import compare
-from kda_kernels.gpu import Gpu
+from kda_kernels.check import compare
+from kda_kernels.check.trace import Engine, Outcome, ReferenceKernels, Shape, Trace, VariantKernels, run
+from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import CommitOperands, StepOperands
-from kda_kernels.trace import Engine, Outcome, ReferenceKernels, Shape, Trace, VariantKernels, run
-from kdabench.problem import Problem
+from kda_kernels.problem import Problem
 
 cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton runs compiled here: see test_gpu_trace.py")
 GPU = Gpu("sm_90a", 132)
@@ -112,7 +112,7 @@ def test_faults_are_found(fault: str, names: tuple[str, ...]) -> None:
 
 
 def test_growth_compares_halves_of_each_kind() -> None:
-    from kda_kernels.trace import Row
+    from kda_kernels.check.trace import Row
 
     errors = {"record": [9.0, 1.0, 1.0, 1.0, 1.0, 1.0, 9.0, 1.0], "replay": [9.0, 2.0, 2.0, 2.0, 6.0, 6.0, 2.0, 6.0]}
     steps = [(kind, x) for pair in zip(*errors.values(), strict=True) for kind, x in zip(errors, pair, strict=True)]

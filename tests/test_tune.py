@@ -409,7 +409,7 @@ def test_mistakes(kdabench: Any, arguments: tuple[str, ...], message: str) -> No
 
 @pytest.mark.parametrize("name", [name for name in variants.NAMES if name != "stock"])
 def test_full_space_holds_what_is_for_a_tuner_to_choose(name: str) -> None:
-    from kda_kernels.gpu import Gpu
+    from kda_kernels.device.gpu import Gpu
     from kdabench.cli import tuning
 
     kind = {"KdaFused": "replay", "KdaFusedWS": "replay", "KdaCommit": "flush"}.get(name, "record")

@@ -15,10 +15,14 @@ import simt_cluster
 import torch
 from compiled import Recorder, sass_of
 
-from kda_kernels import arguments, chunked, cubin, reference, wide
-from kda_kernels.gpu import Gpu
+from kda_kernels import arguments
+from kda_kernels.check import reference
+from kda_kernels.device import cubin
+from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import make_step
-from kdabench.problem import HEAD_DIM, Problem
+from kda_kernels.parts import chunked
+from kda_kernels.problem import HEAD_DIM, Problem
+from kda_kernels.variants import wide
 
 H200 = Gpu("sm_90a", 132)
 

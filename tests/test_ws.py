@@ -19,10 +19,12 @@ import simt_cluster
 import torch
 from compiled import Recorder, item_at, items_of, next_item, odd, plain, sass_of
 
-from kda_kernels import arguments, cubin, walk, ws, ws_plan, ws_prologue
-from kda_kernels.gpu import Gpu
+from kda_kernels import arguments, walk
+from kda_kernels.device import cubin
+from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import StepOperands, make_step
-from kdabench.problem import HEAD_DIM, Problem
+from kda_kernels.problem import HEAD_DIM, Problem
+from kda_kernels.variants import ws, ws_plan, ws_prologue
 
 GPUS = {arch: Gpu(arch, 132 if arch == "sm_90a" else 148) for arch in ("sm_90a", "sm_100a", "sm_103a")}
 H200 = GPUS["sm_90a"]

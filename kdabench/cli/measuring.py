@@ -337,7 +337,7 @@ def compile_kernels(
     import os
     import sys
 
-    from kda_kernels.gpu import ARCHS
+    from kda_kernels.device.gpu import ARCHS
     from kdabench import build
 
     archs = arch or ["sm_90a"]

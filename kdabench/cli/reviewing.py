@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kda_kernels.problem import KINDS
 from kdabench.cli import console, inputs
 from kdabench.cli.inputs import RESULTS, Json, Results
-from kdabench.problem import KINDS
 
 if TYPE_CHECKING:
     from kdabench.compare import Comparison, Mode, Row, Session, Side

@@ -135,7 +135,7 @@ def _measure(
 ) -> Summary:  # fmt: skip
     import torch
 
-    from kda_kernels.gpu import current_gpu
+    from kda_kernels.device.gpu import current_gpu
     from kdabench import tune as tuning
     from kdabench.tune_bench import WorkerBench
 

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, Protocol, get_type_hints
 from cutlass import Float32, Int32, Int64
 
 from kda_kernels.operands import StepOperands
-from kdabench.problem import HEAD_DIM, Problem
+from kda_kernels.problem import HEAD_DIM, Problem
 
 _UNIT = 8  # bf16 elements of a 16-byte copy
 _BF16, _F32, _INT32 = "torch.bfloat16", "torch.float32", "torch.int32"

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kdabench.problem import HEAD_DIM, Problem
+from kda_kernels.problem import HEAD_DIM, Problem
 
 Inputs = Literal["model", "generic"]
 

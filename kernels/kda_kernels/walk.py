@@ -12,7 +12,7 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Int32
 
-from kdabench.problem import ceil_div
+from kda_kernels.problem import ceil_div
 
 
 class Item(NamedTuple):

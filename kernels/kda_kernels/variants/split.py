@@ -36,25 +36,17 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from kda_kernels import arguments, blocks, conv_window, cubin, prologue
+from kda_kernels import arguments
 from kda_kernels.arguments import Arguments
-from kda_kernels.conv_window import HISTORY, Window
-from kda_kernels.gpu import Gpu
+from kda_kernels.device import blocks, cubin
+from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import StepOperands
-from kda_kernels.prologue import ALIGNMENT, UNIT, Operands, Place, Record, Rows
-from kdabench.problem import CONV_WIDTH, HEAD_DIM, Problem, ceil_div
+from kda_kernels.parts import conv_window, prologue
+from kda_kernels.parts.conv_window import HISTORY, Window
+from kda_kernels.parts.prologue import ALIGNMENT, UNIT, Operands, Place, Record, Rows
+from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, Problem, ceil_div
 
 KERNELS = ("kda_split",)
-SOURCES = (
-    "split.py",
-    "split_chunked.py",
-    "chunked.py",
-    "prologue.py",
-    "conv_window.py",
-    "arguments.py",
-    "blocks.py",
-    "cubin.py",
-)
 
 
 _DECAYS, _CHANNELS, _SQUARES = range(3)
@@ -82,7 +74,7 @@ class Spec:
     conv_weight_dtype  of convolution weight and bias
     window             most entries of a dim-first window that is copied whole; None: those of the problem
     spin               what other CTAs send is polled for, not slept for
-    form               recurrence; chunked: `kda_kernels.split_chunked`, records only
+    form               recurrence; chunked: `kda_kernels.variants.split_chunked`, records only
     terms              BF16 terms of vectors in form chunked; 1 is for BF16 state
     pdl                programmatic dependent launch: all but the projection is asked for before its wait
     """
@@ -309,7 +301,7 @@ def plan(problem: Problem, spec: Spec) -> Any:
 
 def _chunked() -> ModuleType:
     """The module of form chunked, which imports this one."""
-    return import_module("kda_kernels.split_chunked")
+    return import_module("kda_kernels.variants.split_chunked")
 
 
 def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
@@ -367,7 +359,6 @@ def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
         arch=gpu.arch,
         threads=p.threads,
         cluster=p.split,
-        sources=SOURCES,
         choices=p,
     )
     return Compiled(binary, p, spec.pdl)

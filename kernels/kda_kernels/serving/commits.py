@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from kda_kernels import stock, variants
-from kda_kernels.checks import check_tensor, on_stream
-from kda_kernels.gpu import Gpu, current_gpu
-from kda_kernels.layer import STATE_DTYPE, Caches, LayerWeights, stream_handle
+from kda_kernels.device.gpu import Gpu, current_gpu
 from kda_kernels.operands import CommitOperands, address_table
-from kdabench.problem import HEAD_DIM, Problem
+from kda_kernels.problem import HEAD_DIM, Problem
+from kda_kernels.serving.layer import STATE_DTYPE, Caches, LayerWeights, stream_handle
+from kda_kernels.tensors import check_tensor, on_stream
 
 _FORMS: tuple[tuple[int | None, dict[str, Any]], ...] = (
     (400, {"source": "registers", "rows_per_cta": 64, "columns": 4, "heads_per_cta": 1}),

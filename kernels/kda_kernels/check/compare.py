@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kda_kernels import reference
+from kda_kernels.check import reference
+from kda_kernels.check.reference import StepResult
 from kda_kernels.operands import CommitOperands, Operands, StepOperands
-from kda_kernels.reference import StepResult
-from kdabench.problem import HEAD_DIM, Problem
+from kda_kernels.problem import HEAD_DIM, Problem
 
 OUT_ATOL = OUT_RTOL = 2e-2
 OUT_NORM = 5e-3

@@ -21,10 +21,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kda_kernels import compare, reference, stock, variants
-from kda_kernels.gpu import Gpu
+from kda_kernels import stock, variants
+from kda_kernels.check import compare, reference
+from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import CommitOperands, Operands, StepOperands, address_table, make_step
-from kdabench.problem import HEAD_DIM, Problem
+from kda_kernels.problem import HEAD_DIM, Problem
 
 _BLOCK = 32
 """Tokens of a block of the prefix cache."""

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from kda_kernels import policies, stock, variants
-from kda_kernels.checks import on_stream
-from kda_kernels.commits import Flush
-from kda_kernels.gpu import Gpu, current_gpu
-from kda_kernels.layer import STATE_DTYPE, Caches, LayerWeights, check_own, stream_handle
+from kda_kernels.device.gpu import Gpu, current_gpu
 from kda_kernels.operands import StepOperands
-from kdabench.problem import CONV_WIDTH, HEAD_DIM, ConvLayout, Kind, Problem, StateDtype
+from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, ConvLayout, Kind, Problem, StateDtype
+from kda_kernels.serving.commits import Flush
+from kda_kernels.serving.layer import STATE_DTYPE, Caches, LayerWeights, check_own, stream_handle
+from kda_kernels.tensors import on_stream
 
 Key = int | tuple[int, int]
 _UNIT = 8  # BF16 elements of a 16-byte copy

@@ -21,15 +21,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kda_kernels import stock_kernels as kernels
-from kda_kernels.checks import check_tensor, on_stream
-from kda_kernels.gpu import Gpu
+from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import CommitOperands, Operands, StepOperands
-from kdabench.problem import CONV_WIDTH, HEAD_DIM, MAX_TOKENS, Problem
+from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, MAX_TOKENS, Problem
+from kda_kernels.stock import kernels as kernels
+from kda_kernels.tensors import check_tensor, on_stream
 
 KERNELS = ("stock_convolution", "stock_verify", "stock_norm", "stock_fold")
 """What `launch` enqueues, besides the gate's GEMM, whose name the GEMM library chooses."""
-SOURCES = ("stock.py", "stock_kernels.py")
 
 _FLOATS = (torch.float32, torch.bfloat16)
 _TILES = (8, 16, 32, 64, 128)

@@ -33,38 +33,18 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from kda_kernels import (
-    arguments,
-    blocks,
-    chunked,
-    conv_window,
-    cubin,
-    gate_product,
-    prologue,
-    state_rows,
-    wide_prologue,
-)
+from kda_kernels import arguments
 from kda_kernels.arguments import Arguments
-from kda_kernels.conv_window import HISTORY, Window
-from kda_kernels.gpu import Gpu
+from kda_kernels.device import blocks, cubin
+from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import StepOperands
-from kda_kernels.prologue import ALIGNMENT, Operands, Place, Record
-from kda_kernels.state_rows import COLUMNS, HALF_WARP, LANES, PIECE_ROWS
-from kdabench.problem import CONV_WIDTH, HEAD_DIM, MAX_TOKENS, Problem
+from kda_kernels.parts import chunked, conv_window, gate_product, prologue, state_rows, wide_prologue
+from kda_kernels.parts.conv_window import HISTORY, Window
+from kda_kernels.parts.prologue import ALIGNMENT, Operands, Place, Record
+from kda_kernels.parts.state_rows import COLUMNS, HALF_WARP, LANES, PIECE_ROWS
+from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, MAX_TOKENS, Problem
 
 KERNELS = ("kda_wide",)
-SOURCES = (
-    "wide.py",
-    "wide_prologue.py",
-    "state_rows.py",
-    "chunked.py",
-    "gate_product.py",
-    "prologue.py",
-    "conv_window.py",
-    "arguments.py",
-    "blocks.py",
-    "cubin.py",
-)
 
 _THREADS = 32 * chunked.WARPS
 _GROUPS = 4
@@ -257,7 +237,6 @@ def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
         arch=gpu.arch,
         threads=p.threads,
         cluster=1,
-        sources=SOURCES,
         choices=p,
     )
     return Compiled(binary, p, spec.pdl)

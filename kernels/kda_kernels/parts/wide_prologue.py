@@ -9,10 +9,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, range_constexpr
 
-from kda_kernels import blocks, chunked, prologue
 from kda_kernels.arguments import Arguments
-from kda_kernels.prologue import GMEM, UNIT, Place
-from kdabench.problem import CONV_WIDTH, HEAD_DIM, ceil_div
+from kda_kernels.device import blocks
+from kda_kernels.parts import chunked, prologue
+from kda_kernels.parts.prologue import GMEM, UNIT, Place
+from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, ceil_div
 
 arch = cute.arch
 

@@ -3,7 +3,7 @@
 Serves KdaSplit in both forms, KdaFused, KdaWide, KdaStream. A CTA has `rows` state rows of an item, and as many
 channels of each of q, k, v, output gate and gate features: all 128, or in a cluster its share.
 Rows in shared memory are dense; 16-byte unit u of a swizzled row r lies at place u ^ (r % 8) of it.
-The convolution's window: `kda_kernels.conv_window`.
+The convolution's window: `kda_kernels.parts.conv_window`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Int32, Int64, const_expr, range_constexpr
 
-from kda_kernels import blocks
 from kda_kernels.arguments import Arguments
-from kdabench.problem import CONV_WIDTH, HEAD_DIM, ceil_div
+from kda_kernels.device import blocks
+from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, ceil_div
 
 UNIT = 8
 """bf16 elements of a 16-byte copy."""

@@ -13,10 +13,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
-from kda_kernels import blocks, walk
+from kda_kernels import walk
 from kda_kernels.arguments import Arguments
-from kda_kernels.walk import Item
-from kda_kernels.ws_plan import (
+from kda_kernels.device import blocks
+from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, ceil_div
+from kda_kernels.variants.ws_plan import (
     BOTTLENECK_PITCH,
     BOTTLENECK_STAGES,
     GMEM,
@@ -42,7 +43,7 @@ from kda_kernels.ws_plan import (
     turn,
     upper,
 )
-from kdabench.problem import CONV_WIDTH, HEAD_DIM, ceil_div
+from kda_kernels.walk import Item
 
 _WARP_CHANNELS = HEAD_DIM // PROLOGUE
 

@@ -40,12 +40,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
-from kda_kernels import arguments, blocks, cubin, walk
+from kda_kernels import arguments, walk
 from kda_kernels.arguments import Arguments
-from kda_kernels.gpu import Gpu
+from kda_kernels.device import blocks, cubin
+from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import StepOperands
-from kda_kernels.walk import Item
-from kda_kernels.ws_plan import (
+from kda_kernels.problem import HEAD_DIM, Problem
+from kda_kernels.variants.ws_plan import (
     BOTTLENECK_STAGES,
     EPILOGUE,
     LAUNCHED,
@@ -73,11 +74,10 @@ from kda_kernels.ws_plan import (
     stage_of,
     turn,
 )
-from kda_kernels.ws_prologue import prologue
-from kdabench.problem import HEAD_DIM, Problem
+from kda_kernels.variants.ws_prologue import prologue
+from kda_kernels.walk import Item
 
 KERNELS = ("kda_ws",)
-SOURCES = ("ws.py", "ws_plan.py", "ws_prologue.py", "walk.py", "arguments.py", "blocks.py", "cubin.py")
 
 MIN_LOG_DECAY = -64.0
 """Record: lower_bound * tokens must not lie below, so that 1 / Gamma and its split stay far inside FP32."""
@@ -173,7 +173,6 @@ def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
         arch=gpu.arch,
         threads=THREADS,
         cluster=1,
-        sources=SOURCES,
         choices=p,
     )
     return Compiled(binary, p, gpu.sms, spec.pdl)

@@ -17,8 +17,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
-from kda_kernels import blocks, chunked
-from kdabench.problem import HEAD_DIM
+from kda_kernels.device import blocks
+from kda_kernels.parts import chunked
+from kda_kernels.problem import HEAD_DIM
 
 arch = cute.arch
 

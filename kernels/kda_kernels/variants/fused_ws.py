@@ -41,15 +41,17 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from kda_kernels import arguments, blocks, chunked, cubin, fused, gate_product, prologue, stream, walk
+from kda_kernels import arguments, walk
 from kda_kernels.arguments import Arguments
-from kda_kernels.gpu import Gpu
+from kda_kernels.device import blocks, cubin
+from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import StepOperands
-from kda_kernels.prologue import ALIGNMENT, Operands
-from kdabench.problem import CONV_WIDTH, HEAD_DIM, Problem, ceil_div
+from kda_kernels.parts import chunked, gate_product, prologue
+from kda_kernels.parts.prologue import ALIGNMENT, Operands
+from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, Problem, ceil_div
+from kda_kernels.variants import fused, stream
 
 KERNELS = ("kda_fused_ws",)
-SOURCES = tuple(dict.fromkeys(("fused_ws.py", *fused.SOURCES, *stream.SOURCES)))
 
 _FEWEST_LINES = 2
 """Of a state that there must be room for."""
@@ -209,7 +211,6 @@ def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
         arch=gpu.arch,
         threads=p.threads,
         cluster=1,
-        sources=SOURCES,
         choices=p,
     )
     return Compiled(binary, p, gpu.sms, spec.pdl, spec.most_items)

@@ -24,12 +24,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from kda_kernels.device import sources
+
 _SM_REGISTERS = 65_536
 _SM_SMEM = 233_472  # 228 KiB
 _SM_THREADS = 2_048
 _SM_CTAS = 32
 _RESERVED_SMEM = 1_024  # per CTA, taken by the system
 _DEFAULT_SMEM = 48 * 1024
+
+_OPTIONS = "--keep-ptx --keep-cubin"
 
 _PARAMETER_TYPES = {
     ".u64": ctypes.c_uint64,
@@ -78,12 +82,8 @@ def cache_dir() -> Path:
 
 
 @cache
-def source_digest(sources: tuple[str, ...]) -> str:
-    """sha256 over the named files of this package: changes whenever a kernel's text does."""
-    digest = hashlib.sha256()
-    for name in sorted(sources):
-        digest.update(name.encode() + b"\0" + (Path(__file__).parent / name).read_bytes() + b"\0")
-    return "sha256:" + digest.hexdigest()
+def _written(module: str) -> str:
+    return sources.digest(sources.behind(module))
 
 
 @cache
@@ -98,16 +98,17 @@ def build(
     arch: str,
     threads: int,
     cluster: int,
-    sources: tuple[str, ...],
     choices: object,
 ) -> Binary:
     """Compile `host(*arguments())`, a `cute.jit` function that launches one kernel, or take it from the cache.
 
-    choices  everything beside the sources that decides the code; its repr enters the cache key
+    choices  everything beside the sources that decides the code; its repr enters the cache key, as do the modules that
+             `host` is written in, by `sources.digest`
     threads, cluster   of the launch that `host` describes
     """
+    written = _written(host.__module__)
     text = "\0".join(
-        (source_digest(sources), host.__name__, repr(choices), arch, str(threads), str(cluster), _dsl_version())
+        (written, host.__name__, repr(choices), arch, str(threads), str(cluster), _dsl_version(), _OPTIONS)
     )
     key = hashlib.sha256(text.encode()).hexdigest()[:32]
     found = _load(key)
@@ -123,9 +124,7 @@ def _compile(host: Callable[..., None], arguments: tuple[Any, ...], arch: str, t
 
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        compiled = cute.compile(
-            host, *arguments, options=f"--keep-ptx --keep-cubin --dump-dir={folder} --gpu-arch {arch}"
-        )
+        compiled = cute.compile(host, *arguments, options=f"{_OPTIONS} --dump-dir={folder} --gpu-arch {arch}")
         image, ptx, ir = compiled.__cubin__, compiled.__ptx__, str(compiled.ir_module)
         seconds = time.perf_counter() - begin
         image = image if isinstance(image, bytes) else Path(image).read_bytes()

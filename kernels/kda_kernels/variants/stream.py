@@ -17,7 +17,7 @@ between. Per item:
              stored as soon as it is known. Norms are deferred: with S' the decayed state,
                u = beta (v - rk S' k),  o = rq S' q + u (k.q) rk rq,  S = S' + u rk k,  rk and rq the inverse norms
   products   record: vectors as fragments, the triangles solved by one warp, the state multiplied piece by piece on
-             tensor cores, corrections and outputs in registers: see `kda_kernels.chunked`
+             tensor cores, corrections and outputs in registers: see `kda_kernels.parts.chunked`
   finish     RMSNorm and output gate, behind the barrier that also hands over the next item's operands
 Barriers per item: 2 (decode), 3 (spec), 5 (record). Null items are computed from whatever is there, and not stored.
 
@@ -39,28 +39,18 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from kda_kernels import arguments, blocks, chunked, conv_window, cubin, gate_product, prologue, state_rows, walk
+from kda_kernels import arguments, walk
 from kda_kernels.arguments import Arguments
-from kda_kernels.conv_window import HISTORY, Window
-from kda_kernels.gpu import Gpu
+from kda_kernels.device import blocks, cubin
+from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import StepOperands
-from kda_kernels.prologue import ALIGNMENT, UNIT, Operands
-from kda_kernels.state_rows import COLUMNS, HALF_WARP, LANES, PIECE_ROWS
-from kdabench.problem import CONV_WIDTH, HEAD_DIM, Problem, ceil_div
+from kda_kernels.parts import chunked, conv_window, gate_product, prologue, state_rows
+from kda_kernels.parts.conv_window import HISTORY, Window
+from kda_kernels.parts.prologue import ALIGNMENT, UNIT, Operands
+from kda_kernels.parts.state_rows import COLUMNS, HALF_WARP, LANES, PIECE_ROWS
+from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, Problem, ceil_div
 
 KERNELS = ("kda_stream",)
-SOURCES = (
-    "stream.py",
-    "walk.py",
-    "state_rows.py",
-    "chunked.py",
-    "gate_product.py",
-    "prologue.py",
-    "conv_window.py",
-    "arguments.py",
-    "blocks.py",
-    "cubin.py",
-)
 
 CTAS_PER_SM = 2
 SMEM_BYTES = prologue.SM_SMEM // CTAS_PER_SM - prologue.RESERVED_SMEM
@@ -256,7 +246,6 @@ def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
         arch=gpu.arch,
         threads=p.threads,
         cluster=1,
-        sources=SOURCES,
         choices=p,
     )
     return Compiled(binary, p, gpu.sms, spec.pdl, spec.most_items)

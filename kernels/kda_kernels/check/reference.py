@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kda_kernels.operands import CommitOperands, StepOperands
-from kdabench.problem import HEAD_DIM, Problem
+from kda_kernels.problem import HEAD_DIM, Problem
 
 Form = Literal["recurrence", "chunked"]
 

@@ -31,10 +31,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
-from kda_kernels import blocks, conv_window
-from kda_kernels.conv_window import HISTORY, Window
-from kda_kernels.prologue import Record
-from kdabench.problem import CONV_WIDTH, HEAD_DIM
+from kda_kernels.device import blocks
+from kda_kernels.parts import conv_window
+from kda_kernels.parts.conv_window import HISTORY, Window
+from kda_kernels.parts.prologue import Record
+from kda_kernels.problem import CONV_WIDTH, HEAD_DIM
 
 arch = cute.arch
 GMEM = cutlass.AddressSpace.gmem

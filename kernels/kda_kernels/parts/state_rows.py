@@ -11,9 +11,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr, range_constexpr
 
-from kda_kernels import blocks, chunked
-from kda_kernels.prologue import GMEM, SMEM
-from kdabench.problem import HEAD_DIM
+from kda_kernels.device import blocks
+from kda_kernels.parts import chunked
+from kda_kernels.parts.prologue import GMEM, SMEM
+from kda_kernels.problem import HEAD_DIM
 
 LANES = 16
 """Lanes that share a row."""

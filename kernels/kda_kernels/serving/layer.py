@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_kernels.checks import check_tensor
-from kdabench.problem import HEAD_DIM, StateDtype
+from kda_kernels.problem import HEAD_DIM, StateDtype
+from kda_kernels.tensors import check_tensor
 
 STATE_DTYPE: dict[torch.dtype, StateDtype] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 """Names of the types that states, windows and convolution weights may have."""

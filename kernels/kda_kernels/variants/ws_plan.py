@@ -10,10 +10,10 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
-from kda_kernels import blocks
 from kda_kernels.arguments import Arguments
+from kda_kernels.device import blocks
+from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, StateDtype, ceil_div
 from kda_kernels.walk import Item
-from kdabench.problem import CONV_WIDTH, HEAD_DIM, StateDtype, ceil_div
 
 PROLOGUE, PRODUCT, EPILOGUE = 8, 8, 4
 """Warps of each group."""

@@ -52,26 +52,17 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from kda_kernels import arguments, blocks, chunked, conv_window, cubin, gate_product, prologue, wide_prologue
+from kda_kernels import arguments
 from kda_kernels.arguments import Arguments
-from kda_kernels.conv_window import HISTORY, Window
-from kda_kernels.gpu import Gpu
+from kda_kernels.device import blocks, cubin
+from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import StepOperands
-from kda_kernels.prologue import ALIGNMENT, UNIT, Operands, Place, Record, Rows
-from kdabench.problem import CONV_WIDTH, HEAD_DIM, Problem, ceil_div
+from kda_kernels.parts import chunked, conv_window, gate_product, prologue, wide_prologue
+from kda_kernels.parts.conv_window import HISTORY, Window
+from kda_kernels.parts.prologue import ALIGNMENT, UNIT, Operands, Place, Record, Rows
+from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, Problem, ceil_div
 
 KERNELS = ("kda_fused",)
-SOURCES = (
-    "fused.py",
-    "wide_prologue.py",
-    "chunked.py",
-    "gate_product.py",
-    "prologue.py",
-    "conv_window.py",
-    "arguments.py",
-    "blocks.py",
-    "cubin.py",
-)
 
 _ROW_BYTES = 4 * HEAD_DIM  # of a state
 _WEIGHING_WARPS = 2
@@ -402,7 +393,6 @@ def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
         arch=gpu.arch,
         threads=p.threads,
         cluster=p.split,
-        sources=SOURCES,
         choices=p,
     )
     return Compiled(binary, p, spec.pdl)

@@ -18,18 +18,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kda_kernels.gpu import Gpu
-from kdabench.problem import Problem
+from kda_kernels.device import sources
+from kda_kernels.device.gpu import Gpu
+from kda_kernels.problem import Problem
 
 _MODULES = {
-    "KdaSplit": "split",
-    "KdaWide": "wide",
-    "KdaStream": "stream",
-    "KdaWS": "ws",
-    "KdaFused": "fused",
-    "KdaFusedWS": "fused_ws",
-    "KdaCommit": "commit",
-    "stock": "stock",
+    "KdaSplit": "kda_kernels.variants.split",
+    "KdaWide": "kda_kernels.variants.wide",
+    "KdaStream": "kda_kernels.variants.stream",
+    "KdaWS": "kda_kernels.variants.ws",
+    "KdaFused": "kda_kernels.variants.fused",
+    "KdaFusedWS": "kda_kernels.variants.fused_ws",
+    "KdaCommit": "kda_kernels.variants.commit",
+    "stock": "kda_kernels.stock",
 }
 
 NAMES = tuple(_MODULES)
@@ -37,7 +38,7 @@ NAMES = tuple(_MODULES)
 
 def source(name: str) -> Path:
     """The file of a variant's module. Raises KeyError naming the known ones."""
-    return Path(__file__).with_name(f"{_module(name)}.py")
+    return sources.path_of(_module(name))
 
 
 def _module(name: str) -> str:
@@ -48,7 +49,7 @@ def _module(name: str) -> str:
 
 def load(name: str) -> ModuleType:
     """The module of a variant. Raises KeyError naming the known ones."""
-    return import_module(f"kda_kernels.{_module(name)}")
+    return import_module(_module(name))
 
 
 def make_spec(name: str, choices: dict[str, Any]) -> Any:
@@ -81,6 +82,4 @@ def spec_dict(spec: Any) -> dict[str, Any]:
 
 def digest(name: str) -> str:
     """sha256 over the sources that decide what a variant computes and how fast."""
-    from kda_kernels.cubin import source_digest
-
-    return source_digest(load(name).SOURCES)
+    return sources.digest(sources.behind(_module(name)))

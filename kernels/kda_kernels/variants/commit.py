@@ -43,13 +43,12 @@ from cutlass import BFloat16, Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.runtime import make_ptr
 from cutlass.memory import SmemAllocator
 
-from kda_kernels import blocks, bulk, cubin
-from kda_kernels.gpu import Gpu
+from kda_kernels.device import blocks, bulk, cubin
+from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import CommitOperands
-from kdabench.problem import HEAD_DIM, MAX_TOKENS, Problem, StateDtype
+from kda_kernels.problem import HEAD_DIM, MAX_TOKENS, Problem, StateDtype
 
 KERNELS = ("kda_commit",)
-SOURCES = ("commit.py", "bulk.py", "blocks.py", "cubin.py")
 
 THREADS = 128  # thread = key channel in `vectors`: must equal HEAD_DIM
 STAGES = 2  # `_stage` and `_phase` rely on it
@@ -268,9 +267,7 @@ def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
         spec.ctas_per_sm or most_ctas(problem.state_dtype, spec),
         spec.hints,
     )
-    binary = cubin.build(
-        _host, lambda: _arguments(choices), arch=gpu.arch, threads=THREADS, cluster=1, sources=SOURCES, choices=choices
-    )
+    binary = cubin.build(_host, lambda: _arguments(choices), arch=gpu.arch, threads=THREADS, cluster=1, choices=choices)
     return Compiled(binary, spec, problem.state_dtype)
 
 

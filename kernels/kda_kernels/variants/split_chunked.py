@@ -1,6 +1,6 @@
 """KDA record steps, chunked: a cluster of `split` CTAs per item, state rows in registers, products on tensor cores.
 
-Operands as in `kda_kernels.split`, of whose kernels this is the one for `form="chunked"`.
+Operands as in `kda_kernels.variants.split`, of whose kernels this is the one for `form="chunked"`.
 
 CTA r of a cluster owns rows, channels and gate features r*128/split .. of its item:
   load      slot; weights, projection, window (cp.async); state cells (LDG, in flight until `multiply`)
@@ -16,7 +16,7 @@ With W = S Gamma k, Y = S Gamma q, rk and rq the inverse norms, A and B of unnor
     o_t = rq_t Y_t + sum_{s<=t} rq_t rk_s B_ts u_s
 so that no norm is awaited before the products.
 No CTA leaves before it has received all that its peers send, so none is written to after its end.
-Source: docs/operation.md, "The same, chunked"; layouts of cells and fragments: `kda_kernels.chunked`.
+Source: docs/operation.md, "The same, chunked"; layouts of cells and fragments: `kda_kernels.parts.chunked`.
 """
 
 from __future__ import annotations
@@ -29,23 +29,16 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from kda_kernels import arguments, blocks, chunked, conv_window, cubin, prologue
-from kda_kernels.conv_window import HISTORY, Window
-from kda_kernels.gpu import Gpu
+from kda_kernels import arguments
+from kda_kernels.device import blocks, cubin
+from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import StepOperands
-from kda_kernels.prologue import ALIGNMENT, UNIT, Operands, Place, Record, Rows
-from kdabench.problem import CONV_WIDTH, HEAD_DIM, Problem, ceil_div
+from kda_kernels.parts import chunked, conv_window, prologue
+from kda_kernels.parts.conv_window import HISTORY, Window
+from kda_kernels.parts.prologue import ALIGNMENT, UNIT, Operands, Place, Record, Rows
+from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, Problem, ceil_div
 
 KERNELS = ("kda_split_chunked",)
-SOURCES = (
-    "split_chunked.py",
-    "chunked.py",
-    "prologue.py",
-    "conv_window.py",
-    "arguments.py",
-    "blocks.py",
-    "cubin.py",
-)
 
 SHAPES = ((1, 256), (2, 128), (2, 256), (4, 128), (4, 256), (8, 128))
 """split, threads."""
@@ -317,7 +310,6 @@ def build(problem: Problem, spec: Choices, gpu: Gpu) -> tuple[cubin.Binary, Plan
         arch=gpu.arch,
         threads=p.threads,
         cluster=p.split,
-        sources=SOURCES,
         choices=p,
     )
     return binary, p

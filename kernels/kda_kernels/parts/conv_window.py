@@ -20,10 +20,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Int32, Int64, const_expr, range_constexpr
 
-from kda_kernels import blocks
 from kda_kernels.arguments import Arguments
-from kda_kernels.prologue import UNIT, Place
-from kdabench.problem import CONV_WIDTH, ceil_div
+from kda_kernels.device import blocks
+from kda_kernels.parts.prologue import UNIT, Place
+from kda_kernels.problem import CONV_WIDTH, ceil_div
 
 HISTORY = CONV_WIDTH - 1
 _WARP_CHANNELS = 64

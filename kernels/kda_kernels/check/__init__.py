@@ -1,0 +1,1 @@
+"""The float64 reference, operands to try, and how results are compared with it."""

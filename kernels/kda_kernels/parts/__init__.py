@@ -1,0 +1,1 @@
+"""Parts of a step that several kernels share."""
