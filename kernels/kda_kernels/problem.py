@@ -23,6 +23,8 @@ HEAD_DIM = 128
 """K = V: rows and columns of a state."""
 CONV_WIDTH = 4
 """Taps of the depthwise convolution."""
+HISTORY = CONV_WIDTH - 1
+"""Entries of a window that the first token's convolution looks back on."""
 MAX_TOKENS = 8
 """Longest speculative window."""
 
@@ -50,6 +52,7 @@ class Problem:
     layers     layers that one launch covers; more than 1 only for commit and flush
     pending    tokens to fold per request (replay, flush, commit): a count, or "mix" for all of 0..tokens in turn.
                None for commit and flush means all `tokens`.
+    lower_bound   of the log-decays, negative; None: the gate is unbounded
 
     Raises ValueError for sizes or words outside these rules.
     """
@@ -62,6 +65,7 @@ class Problem:
     state_dtype: StateDtype = "fp32"
     pending: Pending = None
     conv_layout: ConvLayout = "dim-first"
+    lower_bound: float | None = -5.0
 
     def __post_init__(self) -> None:
         for name, allowed in (("kind", KINDS), ("state_dtype", STATE_DTYPES), ("conv_layout", CONV_LAYOUTS)):

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -87,8 +88,16 @@ def _written(module: str) -> str:
 
 
 @cache
-def _dsl_version() -> str:
-    return metadata.version("nvidia-cutlass-dsl")
+def toolchain() -> str:
+    """The compiler, as "4.8.1 cu13": version of the DSL, and the CUDA toolkit of the flavour that it has loaded.
+
+    The flavours of a version make different machine code of the same source.
+    """
+    import cutlass  # noqa: F401  which loads the newest flavour that the driver allows
+
+    library = getattr(sys.modules.get("cutlass._mlir._mlir_libs._cutlass_ir"), "__file__", None) or ""
+    flavour = re.search(r"_cutlass_ir\.(cu\d+)\.", library)
+    return " ".join((metadata.version("nvidia-cutlass-dsl"), flavour[1] if flavour else "unknown"))
 
 
 def build(
@@ -103,13 +112,12 @@ def build(
     """Compile `host(*arguments())`, a `cute.jit` function that launches one kernel, or take it from the cache.
 
     choices  everything beside the sources that decides the code; its repr enters the cache key, as do the modules that
-             `host` is written in, by `sources.digest`
+             it is written in (`host.kernel`, if there is one, else `host`), by `sources.digest`
     threads, cluster   of the launch that `host` describes
     """
-    written = _written(host.__module__)
-    text = "\0".join(
-        (written, host.__name__, repr(choices), arch, str(threads), str(cluster), _dsl_version(), _OPTIONS)
-    )
+    kernel = getattr(host, "kernel", host)
+    written, compiler = _written(kernel.__module__), toolchain()
+    text = "\0".join((written, kernel.__name__, repr(choices), arch, str(threads), str(cluster), compiler, _OPTIONS))
     key = hashlib.sha256(text.encode()).hexdigest()[:32]
     found = _load(key)
     if found is not None:

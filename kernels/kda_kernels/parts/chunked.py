@@ -25,7 +25,7 @@ No function here has a CTA barrier. Source: docs/operation.md, "The same, chunke
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -33,9 +33,10 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, range_c
 
 from kda_kernels.device import blocks
 from kda_kernels.parts import conv_window
-from kda_kernels.parts.conv_window import HISTORY, Window
+from kda_kernels.parts.conv_window import Window
 from kda_kernels.parts.prologue import Record
-from kda_kernels.problem import CONV_WIDTH, HEAD_DIM
+from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, HISTORY
+from kda_kernels.step import StepPlan
 
 arch = cute.arch
 GMEM = cutlass.AddressSpace.gmem
@@ -61,52 +62,18 @@ QKV_PITCH = 3 * HEAD_DIM + 8
 
 
 @dataclass(frozen=True)
-class Shape:
+class Shape(StepPlan):
     """Compile-time facts of a window.
 
-    tokens        2..8
-    threads       that share the copies
-    layout        of the convolution window: rows = dim-first, copied whole; taps = window-major; any = by element
-    window        most entries of a `rows` window
-    streamable    projection rows can be copied by 16 bytes
-    weight_dtype  of convolution weight and bias
-    terms         BF16 terms of the vectors in products with a BF16 state, 1 or 2; an FP32 state takes 2
+    terms   BF16 terms of the vectors in products with a BF16 state, 1 or 2; an FP32 state takes 2
     """
 
-    tokens: int
-    state_dtype: str
-    threads: int
-    layout: Literal["rows", "taps", "any"]
-    window: int
-    streamable: bool
-    weight_dtype: str
     terms: int
-
-    @property
-    def dtype(self) -> Any:
-        return Float32 if self.state_dtype == "fp32" else BFloat16
-
-    @property
-    def item_bytes(self) -> int:
-        return 4 if self.state_dtype == "fp32" else 2
-
-    @property
-    def conv_dtype(self) -> Any:
-        return Float32 if self.weight_dtype == "fp32" else BFloat16
-
-    @property
-    def weight_bytes(self) -> int:
-        return 4 if self.weight_dtype == "fp32" else 2
 
     @property
     def rows(self) -> int:
         """State rows, channels of each of q, k, v and gate features of a CTA."""
         return HEAD_DIM
-
-    @property
-    def history(self) -> int:
-        """Entries kept in front of the inputs: the window's last three, unless it is copied whole."""
-        return 0 if self.layout == "rows" else HISTORY
 
     @property
     def slots(self) -> int:

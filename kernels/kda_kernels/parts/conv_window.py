@@ -23,9 +23,8 @@ from cutlass import BFloat16, Int32, Int64, const_expr, range_constexpr
 from kda_kernels.arguments import Arguments
 from kda_kernels.device import blocks
 from kda_kernels.parts.prologue import UNIT, Place
-from kda_kernels.problem import CONV_WIDTH, ceil_div
+from kda_kernels.problem import CONV_WIDTH, HISTORY, ceil_div
 
-HISTORY = CONV_WIDTH - 1
 _WARP_CHANNELS = 64
 """Channels that a warp convolves, two per lane."""
 

@@ -42,9 +42,9 @@ from kda_kernels.device import blocks, cubin
 from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import StepOperands
 from kda_kernels.parts import conv_window, prologue
-from kda_kernels.parts.conv_window import HISTORY, Window
+from kda_kernels.parts.conv_window import Window
 from kda_kernels.parts.prologue import ALIGNMENT, UNIT, Operands, Place, Record, Rows
-from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, Problem, ceil_div
+from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, HISTORY, Problem, ceil_div
 
 KERNELS = ("kda_split",)
 

@@ -45,10 +45,10 @@ from kda_kernels.device import blocks, cubin
 from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import StepOperands
 from kda_kernels.parts import chunked, conv_window, gate_product, prologue, state_rows
-from kda_kernels.parts.conv_window import HISTORY, Window
+from kda_kernels.parts.conv_window import Window
 from kda_kernels.parts.prologue import ALIGNMENT, UNIT, Operands
 from kda_kernels.parts.state_rows import COLUMNS, HALF_WARP, LANES, PIECE_ROWS
-from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, Problem, ceil_div
+from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, HISTORY, Problem, ceil_div
 
 KERNELS = ("kda_stream",)
 

@@ -26,23 +26,24 @@ Source: docs/operation.md, "The mathematics, per item" and "The same, chunked".
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
-from cutlass.memory import SmemAllocator
 
-from kda_kernels import arguments
+from kda_kernels import arguments, step
 from kda_kernels.arguments import Arguments
-from kda_kernels.device import blocks, cubin
+from kda_kernels.device import blocks, smem
 from kda_kernels.device.gpu import Gpu
+from kda_kernels.device.smem import Area, Smem
 from kda_kernels.operands import StepOperands
 from kda_kernels.parts import chunked, conv_window, gate_product, prologue, state_rows, wide_prologue
-from kda_kernels.parts.conv_window import HISTORY, Window
-from kda_kernels.parts.prologue import ALIGNMENT, Operands, Place, Record
+from kda_kernels.parts.conv_window import Window
+from kda_kernels.parts.prologue import Place, Record
 from kda_kernels.parts.state_rows import COLUMNS, HALF_WARP, LANES, PIECE_ROWS
-from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, MAX_TOKENS, Problem
+from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, HISTORY, MAX_TOKENS, Problem
+from kda_kernels.step import Compiled
 
 KERNELS = ("kda_wide",)
 
@@ -89,75 +90,83 @@ class Spec:
 
 @dataclass(frozen=True)
 class Plan(chunked.Shape):
-    """What decides the code. Its repr is the cache key.
+    """What decides the code.
 
-    staged       lines of the state that there is room for
-    ctas         per SM, by which registers are capped
-    gate_bytes   of a lane in one load of gate weights, 16 or 8
+    staged        lines of the state that there is room for
+    ctas_per_sm   by which registers are capped
+    gate_bytes    of a lane in one load of gate weights, 16 or 8
     """
 
-    kind: str
     evict: bool
     hints: bool
-    gate_mode: int
     staged: int
-    ctas: int
+    ctas_per_sm: int
     gate_bytes: int
 
     @property
-    def chains(self) -> int:
-        return 1 if self.gate_mode == 0 else 4
+    def least_log_gate(self) -> float | None:
+        return chunked.MIN_LOG_GAMMA if self.kind == "record" else None
 
     @property
-    def areas(self) -> dict[str, int]:
-        """Bytes of shared memory by use."""
-        row = 2 * HEAD_DIM
-        inputs = 3 * row * (self.history + self.tokens)
-        sizes = {
-            "state": self.staged * chunked.LINE_BYTES,
-            # What the convolution and the gate take in; then the fragments, or the outputs of a spec step.
-            "inputs": inputs + row * self.tokens,
-            **({"window": 3 * row * self.window} if self.layout == "rows" else {}),
-            "dt_bias": 4 * HEAD_DIM,
-            "norm_weight": 4 * HEAD_DIM,
-            "out_gate": row * self.tokens,
-            "A_log": 4,
-            "beta": 4 * self.tokens,
+    def areas(self) -> dict[str, Area]:
+        tokens, entries = self.tokens, self.history + self.tokens
+        x = {
+            "x": Area(BFloat16, (HEAD_DIM, 3, entries)),
+            "f_a": Area(BFloat16, tokens * HEAD_DIM, inside="x", skip=6 * HEAD_DIM * entries),
+            "window": Area(BFloat16, (HEAD_DIM, 3, entries), inside="x"),
         }
-        if self.kind == "decode":
-            return prologue.aligned(sizes | {"vectors": 16 * HEAD_DIM, "sums": 4 * chunked.WARPS})
-        if self.kind == "spec":
-            sizes |= {"gamma": self.gamma_bytes, "qkv": self.qkv_bytes, "factors": 16 * self.tokens}
-            return prologue.aligned(sizes)
-        sizes |= {
-            "inputs": max(sizes["inputs"], self.fragment_bytes),
-            "gamma": max(self.gamma_bytes, self.partial_bytes),
-            "qkv": self.qkv_bytes,
-            "pairs": 4 * self.pair_floats,
-            "matrix": 8 * self.slots**2,
-            "solution": 128 * self.solution_words,
-            "sums": 4 * self.slots * chunked.WARPS,
+        if self.layout == "rows":
+            x["window"] = Area(BFloat16, 3 * HEAD_DIM * self.window)
+        vectors = {
+            "dt_bias": Area(Float32, HEAD_DIM),
+            "norm_weight": Area(Float32, HEAD_DIM),
+            "out_gate": Area(BFloat16, (HEAD_DIM, tokens)),
+            "A_log": Area(Float32, 1),
+            "beta": Area(BFloat16, (2, tokens)),
         }
-        return prologue.aligned(sizes)
+        state = Area(Uint8, self.staged * chunked.LINE_BYTES)
+        return {"state": state} | x | vectors | _OWN_AREAS[self.kind](self)
 
     @property
     def smem_bytes(self) -> int:
-        return sum(self.areas.values())
+        return smem.total(self.areas)
 
     @property
     def fits(self) -> bool:
-        return self.ctas * (self.smem_bytes + prologue.RESERVED_SMEM) <= prologue.SM_SMEM
+        return self.ctas_per_sm * (self.smem_bytes + smem.RESERVED_BYTES) <= smem.SM_BYTES
 
 
-@dataclass(frozen=True)
-class Compiled:
-    binary: cubin.Binary
-    plan: Plan
-    pdl: bool
+def _decode_areas(p: Plan) -> dict[str, Area]:
+    """q, k, decay and v; sums of squares of o by warp."""
+    return {"vectors": Area(Float32, 4 * HEAD_DIM), "sums": Area(Float32, chunked.WARPS)}
 
-    @property
-    def resources(self) -> cubin.Resources:
-        return self.binary.resources
+
+def _spec_areas(p: Plan) -> dict[str, Area]:
+    """Decays of each token; outputs in the place of x."""
+    return {
+        "gamma": Area(Float32, p.gamma_bytes // 4),
+        "qkv": Area(BFloat16, p.qkv_bytes // 2),
+        "factors": Area(Float32, (4, p.tokens)),
+        "o": Area(BFloat16, (HEAD_DIM, p.tokens), inside="x"),
+    }
+
+
+def _record_areas(p: Plan) -> dict[str, Area]:
+    """Fragments in the place of x and f_a; A and B, a part per step, in that of gamma; T and C, also as fragments; sums
+    of squares of o by slot and warp."""
+    return {
+        "fragments": Area(Uint8, p.fragment_bytes, inside="x"),
+        "gamma": Area(Float32, p.gamma_bytes // 4),
+        "partials": Area(Float32, p.partial_bytes // 4, inside="gamma"),
+        "qkv": Area(BFloat16, p.qkv_bytes // 2),
+        "pairs": Area(Float32, p.pair_floats),
+        "matrix": Area(Float32, 2 * p.slots**2),
+        "solution": Area(Uint32, 32 * p.solution_words),
+        "sums": Area(Float32, p.slots * chunked.WARPS),
+    }
+
+
+_OWN_AREAS = {"decode": _decode_areas, "spec": _spec_areas, "record": _record_areas}
 
 
 def plan(problem: Problem, spec: Spec) -> Plan:
@@ -178,7 +187,7 @@ def plan(problem: Problem, spec: Spec) -> Plan:
             hints=spec.stream_hints and problem.kind != "record",
             gate_mode=spec.gate_mode,
             staged=staged,
-            ctas=ctas,
+            ctas_per_sm=ctas,
             # Sixteen spill at the registers of three or four CTAs per SM.
             gate_bytes=8 if problem.kind == "decode" else 16,
         )
@@ -213,127 +222,34 @@ def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
     ):
         if value not in allowed:
             return f"{name}={value!r}: kind={problem.kind} takes {', '.join(map(str, allowed))}"
-    if spec.window is not None and not problem.window <= spec.window <= 16:
-        return f"window={spec.window} must lie in {problem.window}..16"
-    if problem.requests > 65_535:
-        return f"requests={problem.requests}: the grid takes at most 65535"
+    if why := step.window_refused(problem, spec.window) or step.grid_refused(problem):
+        return why
     p = plan(problem, spec)
+    if why := step.gate_refused(problem, p.least_log_gate):
+        return why
     if not p.fits or p.smem_bytes > gpu.smem_per_block:
-        return f"{p.smem_bytes} bytes of shared memory leave no room for ctas={p.ctas}"
+        return f"{p.smem_bytes} bytes of shared memory leave no room for ctas={p.ctas_per_sm}"
     return None
 
 
 def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
     """From shapes alone; one binary serves all heads, requests and strides. Raises ValueError for unsupported pairs."""
-    reason = unsupported(problem, spec, gpu)
-    if reason is not None:
-        raise ValueError(f"KdaWide: {reason}")
+    step.require("KdaWide", unsupported(problem, spec, gpu))
     p = plan(problem, spec)
     if _few_registers(p, gpu):
         p = replace(p, gate_bytes=8)
-    binary = cubin.build(
-        _HOSTS[p.kind],
-        lambda: (arguments.placeholder(), p),
-        arch=gpu.arch,
-        threads=p.threads,
-        cluster=1,
-        choices=p,
-    )
-    return Compiled(binary, p, spec.pdl)
+    return step.build(_HOSTS[p.kind], p, spec, gpu)
 
 
 def _few_registers(p: Plan, gpu: Gpu) -> bool:
     """Where gate weights by sixteen bytes spill in a record step."""
-    return p.kind == "record" and (p.ctas > 2 or p.state_dtype == "bf16") and gpu.arch != "sm_90a"
+    return p.kind == "record" and (p.ctas_per_sm > 2 or p.state_dtype == "bf16") and gpu.arch != "sm_90a"
 
 
 def launch(compiled: Compiled, operands: StepOperands, stream: int) -> None:
     """Enqueue one step. Raises ValueError, naming the operand, for operands that the compiled kernel can't take."""
-    o, p = operands, compiled.plan
-    arguments.check("KdaWide", p, o)
-    if p.kind == "record":
-        assert o.lower_bound is not None
-        if not o.lower_bound * p.tokens >= chunked.MIN_LOG_GAMMA:
-            raise ValueError(f"lower_bound={o.lower_bound} is too low for {p.tokens} tokens in form=chunked")
-    grid = (o.A_log.shape[0], o.slots.shape[0], 1)
-    cubin.launcher(compiled.binary).launch(grid, arguments.values(o), stream, compiled.pdl)
-
-
-@cute.jit
-def _host_decode(A: Arguments, P: cutlass.Constexpr) -> None:
-    kda_wide_decode(A, P).launch(
-        grid=(1, 1, 1), block=(P.threads, 1, 1), min_blocks_per_mp=P.ctas, preferred_smem_carveout=100
-    )
-
-
-@cute.jit
-def _host_spec(A: Arguments, P: cutlass.Constexpr) -> None:
-    kda_wide_spec(A, P).launch(
-        grid=(1, 1, 1), block=(P.threads, 1, 1), min_blocks_per_mp=P.ctas, preferred_smem_carveout=100
-    )
-
-
-@cute.jit
-def _host_record(A: Arguments, P: cutlass.Constexpr) -> None:
-    kda_wide_record(A, P).launch(
-        grid=(1, 1, 1), block=(P.threads, 1, 1), min_blocks_per_mp=P.ctas, preferred_smem_carveout=100
-    )
-
-
-_HOSTS = {"decode": _host_decode, "spec": _host_spec, "record": _host_record}
-
-
-@dataclass(frozen=True)
-class Shared(Operands):
-    """A CTA's shared memory."""
-
-    state: Any  # decode, spec: cells of 16 bytes, [cell][thread]; record: `chunked.copy_line`
-    fragments: Any  # record: `chunked.Shape.fragment_layout`, in the place of x and f_a
-    o: Any  # spec: [tokens, 128] bf16, there too
-    norm_weight: Any  # [128]
-    vectors: Any  # decode: [4, 128] q, k, decay, v
-    gamma: Any  # [tokens, GAMMA_PITCH]; spec: the decays of each token
-    partials: Any  # record: A and B, a part per step, in the place of gamma
-    qkv: Any  # [tokens, QKV_PITCH] bf16
-    factors: Any  # spec: [tokens, 4]
-    pairs: Any  # record: A and B
-    matrix: Any  # record: T and C
-    solution: Any  # record: T and C as fragments
-    sums: Any  # [slots, warps] sums of squares of o; decode: [warps]
-
-
-def allocate(P: Plan) -> Shared:
-    smem = SmemAllocator()
-    # An allocation for each: with one for all, the compiler allots registers otherwise.
-    starts = {}
-    for name, size in P.areas.items():
-        area = smem.allocate_tensor(Uint8, cute.make_layout(size), byte_alignment=ALIGNMENT)
-        starts[name] = (area.iterator.toint(), 0)
-    view = prologue.viewer(starts)
-    entries = P.history + P.tokens
-    x = view(BFloat16, "inputs", (HEAD_DIM, 3, entries))
-    return Shared(
-        state=view(Uint8, "state", P.areas["state"]),
-        x=x,
-        f_a=view(BFloat16, "inputs", P.tokens * HEAD_DIM, 6 * HEAD_DIM * entries),
-        fragments=view(Uint8, "inputs", P.fragment_bytes) if P.kind == "record" else None,
-        o=view(BFloat16, "inputs", (HEAD_DIM, P.tokens)),
-        window=view(BFloat16, "window", 3 * HEAD_DIM * P.window) if P.layout == "rows" else x,
-        dt_bias=view(Float32, "dt_bias", HEAD_DIM),
-        norm_weight=view(Float32, "norm_weight", HEAD_DIM),
-        out_gate=view(BFloat16, "out_gate", (HEAD_DIM, P.tokens)),
-        A_log=view(Float32, "A_log", 1),
-        beta=view(BFloat16, "beta", (2, P.tokens)),
-        vectors=view(Float32, "vectors", 4 * HEAD_DIM),
-        gamma=view(Float32, "gamma", P.gamma_bytes // 4),
-        partials=view(Float32, "gamma", P.partial_bytes // 4) if P.kind == "record" else None,
-        qkv=view(BFloat16, "qkv", P.qkv_bytes // 2),
-        factors=view(Float32, "factors", (4, P.tokens)),
-        pairs=view(Float32, "pairs", P.pair_floats),
-        matrix=view(Float32, "matrix", 2 * P.slots**2),
-        solution=view(Uint32, "solution", 32 * P.solution_words),
-        sums=view(Float32, "sums", P.slots * chunked.WARPS if P.kind == "record" else chunked.WARPS),
-    )
+    grid = (operands.A_log.shape[0], operands.slots.shape[0], 1)
+    step.enqueue("KdaWide", compiled, operands, stream, grid)
 
 
 @cute.kernel
@@ -346,7 +262,7 @@ def kda_wide_record(A: Arguments, P: cutlass.Constexpr) -> None:
     page = blocks.at(Int32, A.slots + Int64(request) * A.slots_stride * 4, Int32(0))
     row = blocks.at(Int32, A.record_rows, request)
 
-    M = allocate(P)
+    M = smem.allocate(P.areas)
     wide_prologue.load_vectors(A, M, at, P)
     arch.griddepcontrol_wait()
     arch.griddepcontrol_launch_dependents()
@@ -433,7 +349,7 @@ def kda_wide_decode(A: Arguments, P: cutlass.Constexpr) -> None:
     # The slot must be the first load: behind the copies it comes back a microsecond later.
     page = blocks.at(Int32, A.slots + Int64(request) * A.slots_stride * 4, Int32(0))
 
-    M = allocate(P)
+    M = smem.allocate(P.areas)
     wide_prologue.load_vectors(A, M, at, P)
     arch.griddepcontrol_wait()
     arch.griddepcontrol_launch_dependents()
@@ -509,7 +425,7 @@ def kda_wide_spec(A: Arguments, P: cutlass.Constexpr) -> None:
     start = min(max(blocks.at(Int32, A.accepted, request) - 1, Int32(0)), Int32(P.tokens - 1))
     page, read = arch.shuffle_sync(slots, 0), arch.shuffle_sync(slots, start)
 
-    M = allocate(P)
+    M = smem.allocate(P.areas)
     wide_prologue.load_vectors(A, M, at, P)
     arch.griddepcontrol_wait()
     arch.griddepcontrol_launch_dependents()
@@ -564,9 +480,7 @@ def stage_state(cells: Int32, item: Int64, P: cutlass.Constexpr) -> None:
 
 
 @cute.jit
-def store_decay(
-    raw: tuple[Float32, ...], M: cutlass.Constexpr, lower_bound: Float32, at: Place, P: cutlass.Constexpr
-) -> None:
+def store_decay(raw: tuple[Float32, ...], M: Smem, lower_bound: Float32, at: Place, P: cutlass.Constexpr) -> None:
     """Decays of 16 features from `chunked.raw_gates`: all four lanes of a pair hold it, two take one each."""
     side = at.lane % 4
     feature = 16 * at.warp + at.lane // 4 * 2 + side % 2
@@ -578,7 +492,7 @@ def store_decay(
 
 @cute.jit
 def convolve_token(
-    M: cutlass.Constexpr,
+    M: Smem,
     taps: cute.Tensor,
     bias: cute.Tensor,
     window: Window,
@@ -614,7 +528,7 @@ def convolve_token(
 
 
 @cute.jit
-def take_vector(M: cutlass.Constexpr, part: cutlass.Constexpr, lane: Int32, P: cutlass.Constexpr) -> cute.Tensor:
+def take_vector(M: Smem, part: cutlass.Constexpr, lane: Int32, P: cutlass.Constexpr) -> cute.Tensor:
     """q, k or the decay in this lane's columns: 64 c + 4 l .. +3 (fp32) or 8 l .. +7 (bf16), l of its half-warp."""
     stride = (1, 4, 64, HEAD_DIM) if const_expr(P.state_dtype == "fp32") else (1, 8, 4, HEAD_DIM)
     vectors = cute.make_tensor(M.vectors.iterator, cute.make_layout((4, LANES, 2, 4), stride=stride))
@@ -628,7 +542,7 @@ def take_vector(M: cutlass.Constexpr, part: cutlass.Constexpr, lane: Int32, P: c
 def advance_rows(
     cells: Int32,
     item: Int64,
-    M: cutlass.Constexpr,
+    M: Smem,
     dk: cute.Tensor,
     dq: cute.Tensor,
     d: cute.Tensor,
@@ -670,9 +584,7 @@ def advance_rows(
 
 
 @cute.jit
-def normalize_rows(
-    o: cute.Tensor, M: cutlass.Constexpr, eps: Float32, results: Int64, warp: Int32, lane: Int32
-) -> None:
+def normalize_rows(o: cute.Tensor, M: Smem, eps: Float32, results: Int64, warp: Int32, lane: Int32) -> None:
     """RMSNorm and output gate; lane 8 + 4j + group of a half-warp stores that group's row."""
     group = lane % 4
     mine = o[0]
@@ -693,9 +605,7 @@ def normalize_rows(
 
 
 @cute.jit
-def store_decays(
-    raw: tuple[Float32, ...], M: cutlass.Constexpr, lower_bound: Float32, at: Place, P: cutlass.Constexpr
-) -> None:
+def store_decays(raw: tuple[Float32, ...], M: Smem, lower_bound: Float32, at: Place, P: cutlass.Constexpr) -> None:
     """Decays of 16 features and all tokens from `gate_product.raw_gates`."""
     feature = 16 * at.warp + at.lane // 4 * 2
     exp_A = blocks.exp(M.A_log[0])
@@ -713,7 +623,7 @@ def store_decays(
 
 
 @cute.jit
-def store_factors(M: cutlass.Constexpr, scale: Float32, at: Place, P: cutlass.Constexpr) -> None:
+def store_factors(M: Smem, scale: Float32, at: Place, P: cutlass.Constexpr) -> None:
     """Per token rk, rq, (k.q) rk rq and beta; a warp per token."""
     if at.warp < P.tokens:
         quads = cute.make_tensor(
@@ -742,7 +652,7 @@ def store_factors(M: cutlass.Constexpr, scale: Float32, at: Place, P: cutlass.Co
 def advance_window(
     A: Arguments,
     cells: Int32,
-    M: cutlass.Constexpr,
+    M: Smem,
     slots: Int32,
     part: cutlass.Constexpr,
     at: Place,
@@ -794,9 +704,7 @@ def advance_window(
 
 
 @cute.jit
-def take_columns(
-    M: cutlass.Constexpr, part: cutlass.Constexpr, token: Int32, lane: Int32, P: cutlass.Constexpr
-) -> cute.Tensor:
+def take_columns(M: Smem, part: cutlass.Constexpr, token: Int32, lane: Int32, P: cutlass.Constexpr) -> cute.Tensor:
     """q or k in this lane's columns, as `take_vector`."""
     stride = (1, 4, 64) if const_expr(P.state_dtype == "fp32") else (1, 8, 4)
     quads = cute.make_tensor(
@@ -813,7 +721,7 @@ def take_columns(
 
 
 @cute.jit
-def take_decays(M: cutlass.Constexpr, token: Int32, lane: Int32, P: cutlass.Constexpr) -> cute.Tensor:
+def take_decays(M: Smem, token: Int32, lane: Int32, P: cutlass.Constexpr) -> cute.Tensor:
     """A token's decays in this lane's columns, as `take_vector`."""
     stride = (1, 4, 64) if const_expr(P.state_dtype == "fp32") else (1, 8, 4)
     quads = cute.make_tensor(
@@ -826,7 +734,7 @@ def take_decays(M: cutlass.Constexpr, token: Int32, lane: Int32, P: cutlass.Cons
 
 
 @cute.jit
-def normalize_tokens(M: cutlass.Constexpr, eps: Float32, results: Int64, at: Place, P: cutlass.Constexpr) -> None:
+def normalize_tokens(M: Smem, eps: Float32, results: Int64, at: Place, P: cutlass.Constexpr) -> None:
     """RMSNorm and output gate of all tokens; a warp per token, four channels per lane."""
     if at.warp < P.tokens:
         layout = cute.make_layout((4, 32, P.tokens), stride=(1, 4, HEAD_DIM))
@@ -845,3 +753,9 @@ def normalize_tokens(M: cutlass.Constexpr, eps: Float32, results: Int64, at: Pla
             gated = weights[e] * blocks.sigmoid(gates[e].to(Float32))
             raw[e] = (raw[e].to(Float32) * rms * gated).to(BFloat16)
         prologue.store_quad(raw, results + (Int64(at.warp) * at.D + 4 * at.lane) * 2)
+
+
+_HOSTS = {
+    kind: step.host_of(kernel)
+    for kind, kernel in (("decode", kda_wide_decode), ("spec", kda_wide_spec), ("record", kda_wide_record))
+}
