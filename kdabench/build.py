@@ -23,6 +23,7 @@ class Row:
     reason       None if it compiled; "unsupported: ..." or the compiler's first line otherwise
     stack_bytes  above zero if the kernel spills
     compile_s    when it was compiled: later runs take it from the cache
+    digest       of the machine code, as `cubin.Binary.digest`
     """
 
     case: Case
@@ -35,6 +36,7 @@ class Row:
     cluster: int = 0
     ctas_per_sm: int = 0
     compile_s: float = 0.0
+    digest: str = ""
 
     @property
     def failed(self) -> bool:
@@ -124,4 +126,5 @@ def compile_case(case: Case, arch: str) -> Row:
         taken.cluster,
         taken.ctas_per_sm,
         binary.compile_s,
+        binary.digest,
     )

@@ -353,11 +353,11 @@ def _differing(a: Side, b: Side) -> list[str]:
 
 
 def _unchanged(a: _Times, b: _Times) -> set[Key]:
-    def digests(times: _Times, key: Key) -> set[str]:
-        return {record.kernel_digest for record in times.records[key]}
+    def codes(times: _Times, key: Key) -> set[str]:
+        return {record.code for record in times.records[key]}
 
     return {
-        key for key in a.estimates["us"].keys() & b.estimates["us"].keys() if digests(a, key) == digests(b, key) != {""}
+        key for key in a.estimates["us"].keys() & b.estimates["us"].keys() if codes(a, key) == codes(b, key) != {""}
     }
 
 

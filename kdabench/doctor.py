@@ -176,9 +176,18 @@ def _verified(folder: Path, slug: str) -> Finding:
     name, repair = f"verified on {slug}", "kdabench verify   (on that GPU)"
     try:
         from kda_kernels import variants
+        from kdabench import binaries
 
-        known = json.loads((folder / "verified.json").read_text())["variants"]
-        stale = [v for v in variants.NAMES if known.get(v, {}).get("kernel_digest") != variants.digest(v)]
+        content = json.loads((folder / "verified.json").read_text())
+        known, arch = content["variants"], binaries.arch_of(content.get("env", {}))
+        manifest = binaries.read(binaries.path_of(arch, folder.parents[1] / binaries.FOLDER))
+        if unproven := binaries.unproven(manifest, variants.NAMES):
+            found = f"sources changed since the manifest of binaries: {', '.join(unproven)}"
+            return Finding(name, "missing", found, f"kdabench binaries --check --arch {arch}")
+        stale = []
+        for variant in variants.NAMES:
+            if not binaries.to_verify(variant, manifest) <= set(known.get(variant, {}).get("binaries", ())):
+                stale.append(variant)
         failed = [v for v in variants.NAMES if known.get(v, {}).get("failed")]
     except FileNotFoundError:
         return Finding(name, "missing", "never verified", repair)
@@ -188,4 +197,4 @@ def _verified(folder: Path, slug: str) -> Finding:
         return Finding(name, "missing", f"changed since, or never verified: {', '.join(stale)}", repair)
     if failed:
         return Finding(name, "missing", f"failing cases: {', '.join(failed)}", repair)
-    return Finding(name, "ok", f"{len(known)} variants, sources as verified")
+    return Finding(name, "ok", f"{len(known)} variants, binaries as verified")

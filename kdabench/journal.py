@@ -37,7 +37,7 @@ from kdabench.records import (
 Reading = tuple[Candidate, float, int | None, bool | None]
 """Candidate, microseconds per launch, SM clock in MHz, throttled; None where the GPU did not say."""
 
-_SCHEMA_VERSION = "1"
+_SCHEMA_VERSION = "2"
 _BUSY_S = 10.0
 _SCHEMA = (
     "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
@@ -52,7 +52,7 @@ _SCHEMA = (
        throttled INTEGER, PRIMARY KEY (cell, process, round, position)) WITHOUT ROWID""",
     """CREATE TABLE outcome (cell INTEGER NOT NULL, process INTEGER NOT NULL, candidate INTEGER NOT NULL,
        status TEXT NOT NULL, reason TEXT, unique_bytes INTEGER NOT NULL, bytes_moved INTEGER NOT NULL,
-       kernel_digest TEXT NOT NULL, env TEXT NOT NULL, info TEXT NOT NULL,
+       code TEXT NOT NULL, env TEXT NOT NULL, info TEXT NOT NULL,
        PRIMARY KEY (cell, process, candidate)) WITHOUT ROWID""",
     "CREATE TABLE done (cell INTEGER NOT NULL, process INTEGER NOT NULL, PRIMARY KEY (cell, process)) WITHOUT ROWID",
 )
@@ -323,7 +323,7 @@ class Journal:
         reason: str | None,
         unique_bytes: int,
         bytes_moved: int,
-        kernel_digest: str,
+        code: str,
         env: str,
         info: Mapping[str, Any],
     ) -> None:
@@ -333,7 +333,7 @@ class Journal:
         """
         if status not in STATUSES or (status != "ok" and not reason):
             raise ValueError(f"{status=} {reason=}: one of {', '.join(STATUSES)}, with a reason unless ok")
-        facts = (status, reason, unique_bytes, bytes_moved, kernel_digest, env, canonical(dict(info)))
+        facts = (status, reason, unique_bytes, bytes_moved, code, env, canonical(dict(info)))
         with self._transaction():
             key = (self._cell(cell), process, self._candidate(candidate))
             self._db.execute("INSERT OR REPLACE INTO outcome VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", (*key, *facts))
@@ -422,7 +422,7 @@ class Journal:
         readings = f"""SELECT reading.cell, process, candidate, time_us, round, sm_clock_mhz, throttled FROM reading
                        JOIN cell ON cell.id = reading.cell {where} ORDER BY round, position"""
         outcomes = f"""SELECT outcome.cell, process, candidate, key, variant, spec, status, reason, unique_bytes,
-                       bytes_moved, kernel_digest, env FROM outcome JOIN cell ON cell.id = outcome.cell
+                       bytes_moved, code, env FROM outcome JOIN cell ON cell.id = outcome.cell
                        JOIN candidate ON candidate.id = candidate {where}"""
         samples: dict[tuple[int, int, int], list[tuple[float, int, int | None, bool | None]]] = {}
         cells: dict[str, Cell] = {}
@@ -483,7 +483,7 @@ _SHARES = {
     "round": "SELECT key, process, round, shuffle FROM round JOIN cell ON cell.id = cell ORDER BY 1, 2, 3",
     "reading": """SELECT key, process, round, position, variant, spec, time_us, sm_clock_mhz, throttled FROM reading
                   JOIN cell ON cell.id = cell JOIN candidate ON candidate.id = candidate ORDER BY 1, 2, 3, 4""",
-    "outcome": """SELECT key, process, variant, spec, status, reason, unique_bytes, bytes_moved, kernel_digest, env,
+    "outcome": """SELECT key, process, variant, spec, status, reason, unique_bytes, bytes_moved, code, env,
                   info FROM outcome JOIN cell ON cell.id = cell JOIN candidate ON candidate.id = candidate
                   ORDER BY 1, 2, 3, 4""",
     "done": "SELECT key, process FROM done JOIN cell ON cell.id = cell ORDER BY 1, 2",

@@ -38,7 +38,7 @@ FIELDS: dict[str, FieldClass] = {
     "git_revision": "free",
     "git_dirty": "free",
 }
-"""The class of each field of an environment. The source of a kernel has its own digest in every record, also hard."""
+"""The class of each field of an environment. What ran is named in every record, and that is hard, too."""
 
 
 class ProvenanceError(ValueError):
@@ -71,14 +71,21 @@ def check_mix(envs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def check_kernels(records: Iterable[Record]) -> None:
-    """Raises ProvenanceError if records of one variant come from different kernel sources.
+    """Raises ProvenanceError if records that should be of one binary, or of one launch of it, are not; says of which.
 
-    An empty digest (the candidate was lost before its source was read) agrees with any.
+    A candidate has one binary for all cells of a kind, tokens, state dtype and window layout, and one
+    launch per cell. An empty code (nothing could run) agrees with any.
     """
-    seen: dict[str, str] = {}
+    binaries: dict[tuple[object, ...], str] = {}
+    launches: dict[tuple[object, ...], str] = {}
     for record in records:
-        variant, source = record.candidate.variant, record.kernel_digest
-        if source and seen.setdefault(variant, source) != source:
-            raise ProvenanceError(
-                f"kernel_digest of {variant}: {seen[variant]} and {source}: such measurements must not be mixed"
-            )
+        if not record.code:
+            continue
+        cell, candidate = record.cell, record.candidate
+        binary, _, launch = record.code.partition("-")
+        compiled = (candidate, cell.kind, cell.tokens, cell.state_dtype, cell.conv_layout)
+        if (seen := binaries.setdefault(compiled, binary)) != binary:
+            of = f"{candidate}, {cell.kind} of {cell.tokens} tokens, {cell.state_dtype}, {cell.conv_layout}"
+            raise ProvenanceError(f"binary of {of}: {seen} and {binary}: such measurements must not be mixed")
+        if (seen := launches.setdefault((candidate, cell), launch)) != launch:
+            raise ProvenanceError(f"launch of {candidate}, {cell.key}: {seen} and {launch}: they must not be mixed")

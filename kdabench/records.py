@@ -9,6 +9,7 @@ import gc
 import json
 import math
 import os
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,7 +37,7 @@ Status = Literal[
 ]
 SpecValue = int | str | bool
 
-SCHEMA = 1
+SCHEMA = 2
 COLD_FACTOR = 3
 """A replay is cold if the bytes it touches are this many times the L2."""
 CONTEXTS: tuple[Context, ...] = ("layer", "isolated", "chain")
@@ -135,6 +136,7 @@ class Record:
     sm_clock_mhz, throttled   the GPU's state at each sample; None where it could not be read
     unique_bytes  bytes touched in one replay: what decides "cold"
     bytes_moved   the problem's bytes, shared by all variants
+    code          "binary-launch", as `kda_kernels.identity` names what ran; empty if nothing could
     """
 
     cell: Cell
@@ -148,7 +150,7 @@ class Record:
     throttled: tuple[bool | None, ...]
     unique_bytes: int
     bytes_moved: int
-    kernel_digest: str
+    code: str
     env: str
 
     def to_json(self) -> dict[str, Any]:
@@ -179,7 +181,7 @@ class Record:
             "throttled": list(self.throttled),
             "unique_bytes": self.unique_bytes,
             "bytes_moved": self.bytes_moved,
-            "kernel_digest": self.kernel_digest,
+            "code": self.code,
             "env": self.env,
         }
 
@@ -205,7 +207,7 @@ class Record:
             **columns,
             unique_bytes=_count(where, line, "unique_bytes"),
             bytes_moved=_count(where, line, "bytes_moved"),
-            kernel_digest=_digest(where, line, "kernel_digest", optional=status != "ok"),
+            code=_code(where, line["code"], status),
             env=_digest(where, line, "env"),
         )
 
@@ -232,7 +234,7 @@ _RECORD_KEYS = frozenset(
         "throttled",
         "unique_bytes",
         "bytes_moved",
-        "kernel_digest",
+        "code",
         "env",
     )
 )
@@ -268,10 +270,19 @@ def _count(where: str, line: Mapping[str, Any], key: str) -> int:
     return value
 
 
-def _digest(where: str, line: Mapping[str, Any], key: str, optional: bool = False) -> str:
+def _digest(where: str, line: Mapping[str, Any], key: str) -> str:
     value = line[key]
-    if not isinstance(value, str) or not (value.startswith("sha256:") or (optional and not value)):
+    if not isinstance(value, str) or not value.startswith("sha256:"):
         _fail(where, key, value, "text that begins with 'sha256:'")
+    return value
+
+
+_CODE = re.compile(r"[0-9A-Za-z]+-[0-9A-Za-z]+")
+
+
+def _code(where: str, value: Any, status: str) -> str:
+    if not isinstance(value, str) or not (_CODE.fullmatch(value) or (not value and status != "ok")):
+        _fail(where, "code", value, "names of a binary and a launch, as 0a1b-2c3d; empty only if nothing could run")
     return value
 
 

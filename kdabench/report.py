@@ -185,18 +185,19 @@ def _environment(envs: Mapping[str, Mapping[str, Any]]) -> Table:
 def _verified(subject: Subject) -> Table | None:
     if subject.verified is None:
         return None
-    sources: dict[str, set[str]] = defaultdict(set)
+    ran: dict[str, set[str]] = defaultdict(set)
     for found in subject.measured:
         for record in found.records:
-            if record.kernel_digest:
-                sources[record.candidate.variant].add(record.kernel_digest)
+            if record.code:
+                ran[record.candidate.variant].add(record.code.partition("-")[0])
     rows: list[Sequence[object]] = []
     for variant, facts in sorted(subject.verified.get("variants", {}).items()):
-        measured = sources.get(variant)
-        same = None if not measured else "yes" if measured == {facts["kernel_digest"]} else "no"
+        measured = ran.get(variant)
+        verified = set(facts.get("binaries", ()))
+        same = None if not measured else f"{len(measured & verified)} of {len(measured)}"
         rows.append((variant, facts["passed"], len(facts["failed"]), facts["unsupported"], same))
-    rows += [(variant, None, None, None, None) for variant in sorted(sources.keys() - subject.verified["variants"])]
-    return Table(("variant", "passed", "failed", "unsupported", "measured from this source"), rows, (1, 2, 3))
+    rows += [(variant, None, None, None, None) for variant in sorted(ran.keys() - subject.verified["variants"])]
+    return Table(("variant", "passed", "failed", "unsupported", "measured binaries verified"), rows, (1, 2, 3, 4))
 
 
 # --- policy ---

@@ -334,7 +334,7 @@ def _replay(sweep: Sweep, queue: _Queue, journal: Journal, folder: Path, plan: P
                 reason,
                 record.unique_bytes,
                 record.bytes_moved,
-                record.kernel_digest,
+                record.code,
                 record.env,
                 {},
             )
@@ -665,7 +665,7 @@ class _Share:
             reason,
             told.unique_bytes if told else 0,
             self.cell.problem.bytes_moved,
-            told.kernel_digest if told else "",
+            told.code if told else "",
             env,
             dict(told.info) if told else {},
         )

@@ -1,27 +1,38 @@
 """Correctness of every variant on a GPU: each case of the grid through a CUDA graph against the reference.
 
-The outcome is kept in results/<device>/verified.json with the digest of the kernels' sources, so that a test without
-a GPU can tell when a kernel changed after it was verified.
+The outcome is kept in results/<device>/verified.json with the digests of the binaries that were checked, and of what
+their launches asked of the driver. So a test without a GPU can tell, by the manifest of binaries, whether what was
+verified is what the sources give today.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kdabench import build
 from kdabench.grid import Case, verify_cases
+from kdabench.records import write_atomic
+
+if TYPE_CHECKING:
+    from kda_kernels.device.gpu import Gpu
+    from kdabench.binaries import Manifest
 
 
 @dataclass(frozen=True)
 class Row:
-    """One case and its verdict: None is a pass, "unsupported: ..." was not run, anything else a failure."""
+    """One case and its verdict: None is a pass, "unsupported: ..." was not run, anything else a failure.
+
+    code   "binary-launch" of what ran, as `kda_kernels.identity` names it; empty if nothing did
+    """
 
     case: Case
     verdict: str | None
+    code: str = ""
 
     @property
     def failed(self) -> bool:
@@ -41,17 +52,17 @@ def run(
     build.fill_cache(cases, current_gpu().arch)
     rows = []
     for case in cases:
-        row = Row(case, check(case))
+        row = check(case)
         rows.append(row)
         listener(row)
     return rows
 
 
-def check(case: Case, seed: int = 1) -> str | None:
-    """The verdict of one case: two launches of fresh operands captured in one graph, poisoned, replayed, compared."""
+def check(case: Case, seed: int = 1) -> Row:
+    """Check one case: two launches of fresh operands captured in one graph, poisoned, replayed, compared."""
     import torch
 
-    from kda_kernels import variants
+    from kda_kernels import identity, variants
     from kda_kernels.check import compare, reference
     from kda_kernels.device.gpu import current_gpu
     from kda_kernels.operands import CommitOperands, make_commit, make_step
@@ -61,8 +72,9 @@ def check(case: Case, seed: int = 1) -> str | None:
     spec = variants.make_spec(case.variant, dict(case.choices))
     why = module.unsupported(case.problem, spec, current_gpu())
     if why is not None:
-        return f"unsupported: {why}"
+        return Row(case, f"unsupported: {why}")
     compiled = module.compile(case.problem, spec, current_gpu())
+    code = identity.code(case.variant, compiled, case.problem, spec, current_gpu())
 
     def make(seed: int) -> Any:
         if case.problem.folds_only:
@@ -111,8 +123,8 @@ def check(case: Case, seed: int = 1) -> str | None:
         else:
             verdict = compare.check_step(case.problem, operands, want)
         if verdict is not None:
-            return str(verdict)
-    return None
+            return Row(case, str(verdict), code)
+    return Row(case, None, code)
 
 
 _SEEDS = 10
@@ -133,20 +145,48 @@ def _untied(case: Case, make: Callable[[int], Any], first: int) -> Any:
 
 
 def save(rows: Sequence[Row], path: Path, env: dict[str, Any]) -> None:
-    """Write the verdicts by variant; variants that were not run keep their entries."""
-    from kda_kernels import variants
-
+    """Write the verdicts by variant; variants that were not run keep their entries. Raises OSError."""
     known = json.loads(path.read_text())["variants"] if path.exists() else {}
     for name in sorted({row.case.variant for row in rows}):
         ours = [row for row in rows if row.case.variant == name]
+        passed = [row for row in ours if row.verdict is None]
         known[name] = {
-            "kernel_digest": variants.digest(name),
-            "passed": sum(row.verdict is None for row in ours),
+            "passed": len(passed),
             "unsupported": sum(row.verdict is not None and not row.failed for row in ours),
-            "failed": [{**asdict(replace(row.case)), "verdict": row.verdict} for row in ours if row.failed],
+            "failed": [{**asdict(row.case), "verdict": row.verdict} for row in ours if row.failed],
+            "binaries": sorted({row.code.partition("-")[0] for row in passed}),
+            "launches": launches((row.case.problem.kind, row.code.partition("-")[2]) for row in passed),
         }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"env": env, "variants": known}, indent=1, sort_keys=True) + "\n"
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
+    write_atomic(path, json.dumps({"env": env, "variants": known}, indent=1, sort_keys=True) + "\n")
+
+
+def launches(named: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """One name for all launches of each kind, of (kind, name of a launch) in any order."""
+    of: dict[str, list[str]] = {}
+    for kind, launch in named:
+        of.setdefault(kind, []).append(launch)
+    return {kind: hashlib.sha256(" ".join(sorted(found)).encode()).hexdigest()[:16] for kind, found in of.items()}
+
+
+def stale(variant: str, entry: Mapping[str, Any], manifest: Manifest, gpu: Gpu) -> list[str]:
+    """What of today's cases an entry of verified.json doesn't cover: names of binaries, and kinds of launches.
+
+    entry, manifest   of devices and binaries of `gpu.arch`. Compiles nothing; takes seconds for all variants.
+    """
+    from kda_kernels import identity, variants
+    from kdabench import binaries
+
+    module = variants.load(variant)
+    verified, gaps, named = set(entry.get("binaries", ())), [], []
+    for case in verify_cases(variant):
+        spec = variants.make_spec(variant, dict(case.choices))
+        if module.unsupported(case.problem, spec, gpu) is not None:
+            continue
+        name = binaries.name(case)
+        digest = identity.binary(variant, None) if variants.is_triton(variant) else manifest.digest(variant, name)
+        if digest not in verified:
+            gaps.append(f"{variant} {name}")
+        named.append((case.problem.kind, identity.launch(variant, case.problem, spec, gpu)))
+    now, then = launches(named), entry.get("launches", {})
+    gaps += [f"{variant} launches of {kind}" for kind in sorted(now) if now[kind] != then.get(kind)]
+    return list(dict.fromkeys(gaps))

@@ -61,7 +61,7 @@ class Outcome:
     reason: str | None
     unique_bytes: int
     bytes_moved: int
-    kernel_digest: str
+    code: str
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -92,7 +92,7 @@ def main(pipe: Connection, device_index: int) -> None:
 def serve(pipe: Connection, device_index: int, extra: Mapping[str, ModuleType] | None = None) -> None:
     """The same with variants beside those of the kernels' package, by name: how tests and benchmarks plant faulty ones.
 
-    Such a variant is any object with the names that kda_kernels.variants lists, but for SOURCES.
+    Such a variant is any object with the names that kda_kernels.variants lists, but for what is declared of it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     try:
@@ -149,10 +149,15 @@ class _Benches:
         self.device, self.telemetry, self.extra = device, telemetry, extra
         self.weights = bench.WeightCache()
 
-    def digest(self, variant: str) -> str:
-        from kda_kernels import variants
+    def code(self, cell: Cell, candidate: Candidate, compiled: Any) -> str:
+        """Names of the binary and the launch that run."""
+        from kda_kernels import identity, variants
+        from kda_kernels.device.gpu import current_gpu
 
-        return "sha256:planted" if variant in self.extra else variants.digest(variant)
+        if candidate.variant in self.extra:
+            return "planted-planted"
+        spec = variants.make_spec(candidate.variant, dict(candidate.spec))
+        return identity.code(candidate.variant, compiled, cell.problem, spec, current_gpu())
 
     def fresh(self, cell: Cell) -> bench.CellBench:
         """New operands, from the same seeds. Raises CandidateError, torch.OutOfMemoryError."""
@@ -210,8 +215,10 @@ class _CellRun:
 
     def _outcome(self, candidate: Candidate, status: Status, reason: str | None, unique_bytes: int = 0) -> None:
         info = {"compile_s": self._compile_s[candidate]} if candidate in self._compile_s else {}
-        moved, digest = self._cell.problem.bytes_moved, self._benches.digest(candidate.variant)
-        self._pipe.send(Outcome(candidate, status, reason, unique_bytes, moved, digest, info))
+        _, compiled = self._compiled.get(candidate, (None, None))
+        code = "" if compiled is None else self._benches.code(self._cell, candidate, compiled)
+        moved = self._cell.problem.bytes_moved
+        self._pipe.send(Outcome(candidate, status, reason, unique_bytes, moved, code, info))
         self._open.remove(candidate)
 
     def _fail_all(self, status: Status, reason: str) -> None:

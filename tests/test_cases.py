@@ -407,7 +407,7 @@ def test_case_12_a_journal_cut_anywhere_keeps_all_complete_results(tmp_path: Pat
         for index in range(3):
             journal.add_round(CELL, 0, index, [(STOCK, 1.0 + index, None, None)])
             ends.append(log.stat().st_size)
-        journal.set_outcome(CELL, 0, STOCK, "ok", None, 1, 1, "sha256:k", "sha256:e", {})
+        journal.set_outcome(CELL, 0, STOCK, "ok", None, 1, 1, "k-0", "sha256:e", {})
         ends.append(log.stat().st_size)
         content = log.read_bytes()
         shutil.copy(path, tmp_path / "whole.db")
@@ -441,11 +441,11 @@ def test_case_12_leases_of_a_killed_writer_are_free_again(tmp_path: Path) -> Non
         assert journal.lease(shares, "gpu 0", 10) == (CELL, 1)
 
 
-@pytest.mark.parametrize("field", [*provenance.FIELDS, "kernel_digest"])
+@pytest.mark.parametrize("field", [*provenance.FIELDS, "code"])
 def test_case_13_each_altered_field_is_refused_warned_of_or_free(tmp_path: Path, field: str) -> None:
     other = synthetic.ENV | {field: "altered"} if field in provenance.FIELDS else synthetic.ENV
     envs = synthetic.ENVS | {provenance.digest(other): other}
-    changes = {"kernel_digest": "sha256:altered"} if field == "kernel_digest" else {"env": provenance.digest(other)}
+    changes = {"code": "altered-0"} if field == "code" else {"env": provenance.digest(other)}
     path = write(tmp_path, [synthetic.record(CELL, STOCK, [5.0]), synthetic.record(CELL, STOCK, [5.0], 1, **changes)],
                  envs)  # fmt: skip
     kind = provenance.FIELDS.get(field, "hard")
@@ -573,10 +573,7 @@ def test_case_18_all_slower_and_none_faster_warns_about_the_session() -> None:
         false = found.of("slower") + found.of("faster")
         alarms, rows, alarmed = alarms + len(false), rows + len(found.rows), alarmed + bool(false)
         if seed < 20:
-            slow = [
-                replace(r, samples_us=tuple(us * 1.1 for us in r.samples_us), kernel_digest="sha256:new")
-                for r in a.records
-            ]
+            slow = [replace(r, samples_us=tuple(us * 1.1 for us in r.samples_us), code="new-0") for r in a.records]
             changed = compare.compare(a, replace(b, records=slow))
             assert changed.of("slower")
             assert not changed.of("faster")

@@ -70,8 +70,8 @@ def test_held_out_cells_take_no_part() -> None:
     assert fit.fit(rows, synthetic.ENVS, held_out=held_out(), resamples=0)[0] == alone
     with pytest.raises(FitError, match="held out, but fitted too"):
         fit.fit(rows, synthetic.ENVS, held_out=rows[:1], resamples=0)
-    stale = [replace(r, kernel_digest="sha256:other") for r in held_out()]
-    with pytest.raises(FitError, match="kernel_digest of stock"):
+    stale = [replace(r, code="other-0") for r in held_out()]
+    with pytest.raises(FitError, match="binary of stock"):
         fit.fit(rows, synthetic.ENVS, held_out=stale, resamples=0)
     assert fit.fit(rows, synthetic.ENVS, resamples=0)[1].certificate is None
 

@@ -328,7 +328,7 @@ def test_a_measured_journal_is_exported_and_merged(kdabench: Any, work: Path) ->
                 start = made.index(r) % 9 * len(r.samples_us)
                 for index, us in enumerate(r.samples_us):
                     journal.add_round(r.cell, 0, start + index, [(r.candidate, us, None, None)])
-                journal.set_outcome(r.cell, 0, r.candidate, "ok", None, 1, r.bytes_moved, r.kernel_digest, env, {})
+                journal.set_outcome(r.cell, 0, r.candidate, "ok", None, 1, r.bytes_moved, r.code, env, {})
     status, out, _ = kdabench("export", "sweeps/dispatch.toml", "--results", "elsewhere")
     assert (status, out) == (0, f"18 records in elsewhere/{SLUG}/dispatch.jsonl\n")
     assert kdabench("merge", "out/dispatch.db", "other.db", "--to", "all.db")[0] == 0

@@ -22,7 +22,7 @@ from kdabench.records import Candidate, Cell, Record
 
 CELLS = [Cell("decode", requests, heads) for heads in (12, 96) for requests in (1, 2, 4, 8, 16, 32, 64, 128)]
 MINE = [split(n) for n in (1, 2, 4, 8)]
-NEW = "sha256:new"
+NEW = "new-0"
 
 
 def session(
@@ -42,7 +42,7 @@ def session(
     for cell in cells:
         for candidate in candidates:
             us = synthetic.model_us(cell, candidate) * bias * effect(cell, candidate)
-            changed = {} if effect(cell, candidate) == 1 else {"kernel_digest": NEW}
+            changed = {} if effect(cell, candidate) == 1 else {"code": NEW}
             for process in range(processes):
                 mine = us * rng.gauss(1, process_noise)
                 samples = [mine * rng.gauss(1, noise) for _ in range(rounds)]
@@ -59,7 +59,7 @@ def one(us: Sequence[float], candidate: Candidate = STOCK, **changes: Any) -> Re
 
 def changed(found: Sequence[Record]) -> list[Record]:
     """The same, of another source: nothing tells what the session did to it."""
-    return [replace(r, kernel_digest=NEW) for r in found]
+    return [replace(r, code=NEW) for r in found]
 
 
 def verdicts(found: Comparison, candidate: Candidate) -> list[Any]:
@@ -166,7 +166,7 @@ def quiet(us: float, candidate: Candidate = STOCK, cell: Cell = CELLS[0], **chan
     ],
 )
 def test_both_gates_must_be_passed(before: float, after: float, verdict: str) -> None:
-    (row,) = compare.compare(side(quiet(before)), side(quiet(after, kernel_digest=NEW))).rows
+    (row,) = compare.compare(side(quiet(before)), side(quiet(after, code=NEW))).rows
     assert row.verdict == verdict
     assert row.ratio == pytest.approx(after / before, rel=1e-3)
 
@@ -197,7 +197,7 @@ def test_a_session_that_moves_cells_apart_widens_the_intervals() -> None:
     own = {cell: rng.gauss(1, 0.02) for cell in CELLS}
     moved = [
         replace(r, samples_us=tuple(us * own[r.cell] for us in r.samples_us),
-                kernel_digest=NEW if r.candidate.variant == "KdaSplit" else r.kernel_digest)
+                code=NEW if r.candidate.variant == "KdaSplit" else r.code)
         for r in session(2)
     ]  # fmt: skip
     found = compare.compare(side(session(1)), side(moved))
@@ -210,7 +210,7 @@ def test_one_cell_against_itself_is_no_finding() -> None:
     """Though all of it moved by 3 %: with nothing else to tell, that may be the session."""
     found = compare.compare(side(quiet(5.0)), side(quiet(5.15)))
     assert [row.verdict for row in found.rows] == ["unclear"]
-    mixed = side([*quiet(5.15), *quiet(5.5, split(1), kernel_digest=NEW)])
+    mixed = side([*quiet(5.15), *quiet(5.5, split(1), code=NEW)])
     found = compare.compare(side([*quiet(5.0), *quiet(5.0, split(1))]), mixed)
     assert verdicts(found, STOCK) == ["unclear"]
     assert found.session is not None
@@ -246,13 +246,13 @@ def clocked(us: float, mhz: int | None, **changes: Any) -> list[Record]:
 
 def test_a_verdict_is_confirmed_in_cycles() -> None:
     before = clocked(5.0, 1980)
-    (slower_clock,) = compare.compare(side(before), side(clocked(5.5, 1800, kernel_digest=NEW))).rows
+    (slower_clock,) = compare.compare(side(before), side(clocked(5.5, 1800, code=NEW))).rows
     assert (slower_clock.verdict, slower_clock.note) == ("unclear", "not confirmed in cycles")
     assert slower_clock.cycles == pytest.approx(1.0, abs=1e-3)
-    (same_clock,) = compare.compare(side(before), side(clocked(5.5, 1980, kernel_digest=NEW))).rows
+    (same_clock,) = compare.compare(side(before), side(clocked(5.5, 1980, code=NEW))).rows
     assert (same_clock.verdict, same_clock.note) == ("slower", "")
     assert same_clock.cycles == pytest.approx(1.1, abs=1e-3)
-    (unknown,) = compare.compare(side(before), side(clocked(5.5, None, kernel_digest=NEW))).rows
+    (unknown,) = compare.compare(side(before), side(clocked(5.5, None, code=NEW))).rows
     assert (unknown.verdict, unknown.cycles) == ("slower", None)
 
 
@@ -334,7 +334,7 @@ def files(tmp_path: Path) -> tuple[str, str]:
     a = write(tmp_path / "a" / "quick.jsonl", list(session(1, noise=0.002, process_noise=0.001)))
     after = list(session(2, noise=0.002, process_noise=0.001, cells=CELLS[1:], effect=effect))
     b = write(tmp_path / "b" / "quick.jsonl", [
-        replace(r, kernel_digest=NEW) if r.candidate.variant == "KdaSplit" else r for r in after])  # fmt: skip
+        replace(r, code=NEW) if r.candidate.variant == "KdaSplit" else r for r in after])  # fmt: skip
     return a, b
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kda_kernels import variants
-from kdabench import doctor
+from kda_kernels import identity, variants
+from kdabench import binaries, doctor
 
 
 def found(results: Path) -> dict[str, doctor.Finding]:
@@ -70,21 +70,40 @@ def test_unusable_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def verified(tmp_path: Path, content: object) -> doctor.Finding:
-    folder = tmp_path / "some-gpu"
-    folder.mkdir(exist_ok=True)
+    folder = tmp_path / "results" / "some-gpu"
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "dispatch.jsonl").write_text("")
     if content is not None:
         (folder / "verified.json").write_text(json.dumps(content))
-    return {f.name: f for f in doctor._results(tmp_path)}["verified on some-gpu"]
+    return {f.name: f for f in doctor._results(tmp_path / "results")}["verified on some-gpu"]
+
+
+def manifest(tmp_path: Path, **written: str) -> None:
+    """Every binary that is verified, by its variant's name."""
+    ours = [name for name in variants.NAMES if not variants.is_triton(name)]
+    digests = {name: dict.fromkeys(binaries.named(name), name) for name in ours}
+    sources = {name: variants.digest(name) for name in ours} | written
+    path = binaries.path_of("sm_90a", tmp_path / binaries.FOLDER)
+    binaries.write(binaries.Manifest("sm_90a", "4.8.1 cu13", sources, digests), path)
 
 
 def test_verified_results(tmp_path: Path) -> None:
-    current: dict[str, Any] = {name: {"kernel_digest": variants.digest(name), "failed": []} for name in variants.NAMES}
+    current: dict[str, Any] = {name: {"binaries": [name], "failed": []} for name in variants.NAMES}
+    current["stock"]["binaries"] = [identity.binary("stock", None)]
+
+    def found(variants: dict[str, Any] = current) -> doctor.Finding:
+        return verified(tmp_path, {"env": {"capability": "9.0"}, "variants": variants})
+
     assert verified(tmp_path, None).found == "never verified"
-    assert verified(tmp_path, {"variants": current}).state == "ok"
+    assert "no manifest of binaries" in found().found
+    manifest(tmp_path)
+    assert found().state == "ok"
     assert verified(tmp_path, {}).state == "missing"
-    failing = current | {"stock": current["stock"] | {"failed": [{"verdict": "out differs"}]}}
-    assert verified(tmp_path, {"variants": failing}).found == "failing cases: stock"
-    stale = current | {"KdaSplit": {"kernel_digest": "sha256:0", "failed": []}}
-    assert "KdaSplit" in verified(tmp_path, {"variants": stale}).found
-    assert os.listdir(tmp_path) == ["some-gpu"]
+    assert found(current | {"stock": current["stock"] | {"failed": [{"verdict": "out differs"}]}}).found == (
+        "failing cases: stock"
+    )
+    assert "KdaSplit" in found(current | {"KdaSplit": {"binaries": ["another"], "failed": []}}).found
+    manifest(tmp_path, KdaWide="sha256:0")
+    assert found().found == "sources changed since the manifest of binaries: KdaWide"
+    assert found().repair == "kdabench binaries --check --arch sm_90a"
+    assert sorted(os.listdir(tmp_path)) == ["kernels", "results"]

@@ -300,7 +300,8 @@ def refused() -> Iterator[tuple[str, list[Record]]]:
     yield "nothing to fit", []
     yield "nothing to fit", [record(Cell("commit", 1, 12, 4, context="isolated"), STOCK, [5.0])]
     yield "env: the records' environments are unknown", [record(cell, STOCK, [5.0], env="sha256:other")]
-    yield "kernel_digest of stock", [record(cell, STOCK, [5.0], i, kernel_digest=f"sha256:{i}") for i in range(2)]
+    yield "binary of stock", [record(cell, STOCK, [5.0], i, code=f"{i}-0") for i in range(2)]
+    yield "launch of stock", [record(cell, STOCK, [5.0], i, code=f"0-{i}") for i in range(2)]
 
 
 @pytest.mark.parametrize(("message", "rows"), list(refused()))

@@ -48,7 +48,7 @@ def any_records(draw: st.DrawFn) -> Record:
         throttled=tuple(draw(st.lists(st.none() | st.booleans(), min_size=count, max_size=count))),
         unique_bytes=draw(st.integers(0)),
         bytes_moved=draw(st.integers(0)),
-        kernel_digest="sha256:1" if status == "ok" else draw(st.sampled_from(["", "sha256:1"])),
+        code="1-0" if status == "ok" else draw(st.sampled_from(["", "1-0"])),
         env="sha256:0",
     )
 
@@ -68,7 +68,7 @@ def test_the_order_of_records_does_not_show(pair: tuple[list[Record], list[Recor
 
 GOOD = synthetic.record(CELL, synthetic.STOCK, [5.0, 5.1]).to_json()
 BAD: list[tuple[str, Any, str]] = [
-    ("schema", 2, "schema: 2: this version reads 1"),
+    ("schema", 1, "schema: 1: this version reads 2"),
     ("schema", True, "schema: True"),
     ("variant", "", "variant: ''"),
     ("spec", {"a": 1.5}, "spec.a: 1.5"),
@@ -93,7 +93,8 @@ BAD: list[tuple[str, Any, str]] = [
     ("sm_clock_mhz", [1, 1.5], "sm_clock_mhz: 1.5"),
     ("throttled", [0, 1], "throttled: 0"),
     ("unique_bytes", 1.0, "unique_bytes: 1.0"),
-    ("kernel_digest", "", "kernel_digest: ''"),
+    ("code", "", "code: ''"),
+    ("code", "sha256:1", "code: 'sha256:1'"),
     ("env", "md5:1", "env: 'md5:1'"),
     ("cell", {}, "cell: keys: ['context'"),
     ("cell", 1, "cell: line: 1: a JSON object"),
@@ -164,9 +165,9 @@ def test_what_load_refuses(tmp_path: Path) -> None:
         records.load([path])
     with pytest.raises(RecordError, match=r"none\.jsonl: cannot be read: No such file"):
         records.load([tmp_path / "none.jsonl"])
-    other = synthetic.record(CELL, synthetic.STOCK, [5.0], 1, kernel_digest="sha256:other")
+    other = synthetic.record(CELL, synthetic.STOCK, [5.0], 1, code="other-0")
     write(tmp_path, [one, other], synthetic.ENVS)
-    with pytest.raises(RecordError, match="kernel_digest of stock: sha256:stock and sha256:other"):
+    with pytest.raises(RecordError, match=r"binary of stock\(pdl=False\), .*: stock and other: such"):
         records.load([path])
 
 

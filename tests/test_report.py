@@ -185,16 +185,16 @@ def test_failures_stand_together_with_their_reasons() -> None:
     assert "Every record is ok" in page(list(synthetic.records(cells(1))))
 
 
-def test_verification_is_of_the_source_that_was_measured() -> None:
+def test_verification_is_of_the_binaries_that_were_measured() -> None:
     verified = {
         "variants": {
-            "stock": {"passed": 3, "failed": [], "unsupported": 1, "kernel_digest": "sha256:stock"},
-            "KdaWide": {"passed": 2, "failed": ["one"], "unsupported": 0, "kernel_digest": "sha256:KdaWide"},
+            "stock": {"passed": 3, "failed": [], "unsupported": 1, "binaries": ["stock"]},
+            "KdaWide": {"passed": 2, "failed": ["one"], "unsupported": 0, "binaries": ["KdaWide"]},
         }
     }
     found = list(synthetic.records(cells(1)))
     table = rows(section(page(found, verified=verified), "measured"))
-    assert ["stock", "3", "0", "1", "yes"] in table
+    assert ["stock", "3", "0", "1", "1 of 1"] in table
     assert ["KdaWide", "2", "1", "0", "-"] in table
     assert ["KdaSplit", "-", "-", "-", "-"] in table
 

@@ -72,9 +72,7 @@ def serve(pipe: Connection, trouble: str | None, pause_s: float = 0.0) -> None:
             if candidate == BAD and trouble == "hang":
                 time.sleep(1000)
             if candidate == BAD and trouble == "wrong":
-                pipe.send(
-                    worker.Outcome(candidate, "wrong", "out: norm error 1.0 > 5e-3", 0, 10**6, "sha256:" + "0" * 64)
-                )
+                pipe.send(worker.Outcome(candidate, "wrong", "out: norm error 1.0 > 5e-3", 0, 10**6, "0-0"))
                 continue
             ready.append(candidate)
         pipe.send(worker.Began("measure"))
@@ -87,7 +85,7 @@ def serve(pipe: Connection, trouble: str | None, pause_s: float = 0.0) -> None:
             ready, NoisyClock(job.cell.key), job.plan, history=job.history, first_round=job.first_round, on_round=keep
         )
         for candidate in ready:
-            pipe.send(worker.Outcome(candidate, "ok", None, 10**9, 10**6, "sha256:" + "0" * 64))
+            pipe.send(worker.Outcome(candidate, "ok", None, 10**9, 10**6, "0-0"))
         pipe.send(worker.CellDone())
 
 

@@ -13,9 +13,10 @@ from typing import Annotated, Any
 
 import typer
 
-from kdabench.cli import console, data, measuring, policies, reviewing, tuning
+from kdabench.cli import certifying, console, data, measuring, policies, reviewing, tuning
 
-_ORDER = ("run", "sweep", "tune", "fit", "emit", "check", "choose", "plot", "compare", "report", "compile", "verify",
+_ORDER = ("run", "sweep", "tune", "fit", "emit", "check", "choose", "plot", "compare", "report", "compile", "binaries",
+          "verify",
           "list", "show", "export", "merge", "doctor")  # fmt: skip
 
 # The base of click's errors, which carries message and exit status; typer brings click along or depends on it.
@@ -60,7 +61,7 @@ def _app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     )
     app.callback()(_root)
-    groups = (policies, measuring, data, reviewing, tuning)
+    groups = (policies, measuring, certifying, data, reviewing, tuning)
     commands: dict[str, Callable[..., None]] = {n: command for group in groups for n, command in group.COMMANDS.items()}
     for name in _ORDER:
         app.command(name)(_interruptible(commands[name]))

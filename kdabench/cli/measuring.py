@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -248,7 +249,7 @@ def summary_json(summary: Summary, target: inputs.Device) -> dict[str, Any]:
     }
 
 
-def _chosen_variants(names: list[str] | None) -> list[str]:
+def chosen_variants(names: list[str] | None) -> list[str]:
     from kda_kernels import variants
 
     for name in names or ():
@@ -270,7 +271,7 @@ def verify(variant: Variants = None, results: Results = RESULTS, as_json: Json =
     from kdabench import session
     from kdabench import verify as checks
 
-    names = _chosen_variants(variant)
+    names = chosen_variants(variant)
     with console.user_input():
         if session.find_device("auto", results).startswith("replay:"):
             raise ValueError("verify needs an NVIDIA GPU, and this machine has none that torch can use")
@@ -335,7 +336,6 @@ def compile_kernels(
       kdabench compile --json
     """
     import os
-    import sys
 
     from kda_kernels.device.gpu import ARCHS
     from kdabench import build
@@ -344,16 +344,8 @@ def compile_kernels(
     for name in archs:
         if name not in ARCHS:
             console.fail(f"--arch: {name!r}: one of {', '.join(ARCHS)}")
-    done = 0
-
-    def tick(row: build.Row, total: int) -> None:
-        nonlocal done
-        done += 1
-        if sys.stderr.isatty():
-            print(f"\r{done}/{total} kernels", end="\n" if done == total else "", file=sys.stderr, flush=True)
-
-    names = [name for name in _chosen_variants(variant) if name != "stock"]  # Triton compiles when it runs
-    rows = build.compile_grid(names, archs, jobs or os.cpu_count() or 1, tick)
+    names = [name for name in chosen_variants(variant) if name != "stock"]  # Triton compiles when it runs
+    rows = build.compile_grid(names, archs, jobs or os.cpu_count() or 1, progress("kernels"))
     if as_json:
         console.emit_json([_row_json(row) for row in rows])
     else:
@@ -364,6 +356,19 @@ def compile_kernels(
         console.error_line(f"{_case_name(row.case)} {row.arch}: {what}")
     if failed:
         raise typer.Exit(console.FINDING)
+
+
+def progress(what: str) -> Callable[[object, int], None]:
+    """A listener that counts what is done of how many, on a terminal."""
+    done = 0
+
+    def tick(row: object, total: int) -> None:
+        nonlocal done
+        done += 1
+        if sys.stderr.isatty():
+            print(f"\r{done}/{total} {what}", end="\n" if done == total else "", file=sys.stderr, flush=True)
+
+    return tick
 
 
 _HEADINGS = (

@@ -3,6 +3,8 @@
 A kernel here takes pointers and scalars only, so its parameters are those of the Python signature, in order, and a
 binary made without a GPU runs wherever its architecture does, with no DSL on the launching path.
 
+What is certified and measured is machine code: `Binary.digest` names it, whatever the source was called or said.
+
 The cache folder is `$KDA_KERNELS_CACHE`, else `~/.cache/kda_kernels`.
 """
 
@@ -18,14 +20,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import asdict, astuple, dataclass
+from functools import cache, cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from kda_kernels.device import sources
+from kda_kernels.device import machine_code, sources
 
 _SM_REGISTERS = 65_536
 _SM_SMEM = 233_472  # 228 KiB
@@ -77,6 +81,11 @@ class Binary:
     resources: Resources
     compile_s: float
 
+    @cached_property
+    def digest(self) -> str:
+        """What `machine_code.digest` calls it: neither symbol nor source file matter."""
+        return machine_code.digest(self.arch, self.image, self.parameters, astuple(self.resources))
+
 
 def cache_dir() -> Path:
     return Path(os.environ.get("KDA_KERNELS_CACHE") or Path.home() / ".cache" / "kda_kernels")
@@ -119,6 +128,8 @@ def build(
     written, compiler = _written(kernel.__module__), toolchain()
     text = "\0".join((written, kernel.__name__, repr(choices), arch, str(threads), str(cluster), compiler, _OPTIONS))
     key = hashlib.sha256(text.encode()).hexdigest()[:32]
+    if _recording.get() is not None:
+        return Binary("", arch, b"", (), Resources(threads, cluster, 0, 0, 0), 0.0)
     found = _load(key)
     if found is not None:
         return found
@@ -191,6 +202,41 @@ def _store(key: str, binary: Binary) -> None:
         os.replace(file.name, folder / name)
 
 
+@dataclass(frozen=True)
+class Launch:
+    """What a launch asks of the driver. threads, cluster: of its binary; values: of the parameters."""
+
+    grid: tuple[int, int, int]
+    threads: int
+    cluster: int
+    values: tuple[int | float, ...]
+    pdl: bool
+
+
+_recording: ContextVar[list[Launch] | None] = ContextVar("recording", default=None)
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Inside, nothing is compiled and nothing runs: binaries are hollow, and what would be launched is listed."""
+    launches: list[Launch] = []
+    token = _recording.set(launches)
+    try:
+        yield launches
+    finally:
+        _recording.reset(token)
+
+
+class _Recorder:
+    """In the place of a `Launcher` while launches are recorded."""
+
+    def __init__(self, binary: Binary, launches: list[Launch]) -> None:
+        self._taken, self._launches = binary.resources, launches
+
+    def launch(self, grid: tuple[int, int, int], values: Sequence[int | float], stream: int, pdl: bool) -> None:
+        self._launches.append(Launch(grid, self._taken.threads, self._taken.cluster, tuple(values), pdl))
+
+
 class Launcher:
     """A binary loaded into the current CUDA context. Raises RuntimeError with the driver's error name.
 
@@ -261,8 +307,10 @@ _launchers: dict[tuple[int, int], Launcher] = {}
 _launchers_lock = threading.Lock()
 
 
-def launcher(binary: Binary) -> Launcher:
+def launcher(binary: Binary) -> Launcher | _Recorder:
     """The binary's launcher in the current torch device's context, loaded once."""
+    if (launches := _recording.get()) is not None:
+        return _Recorder(binary, launches)
     import torch
 
     torch.cuda.current_stream()  # makes the primary context current

@@ -60,6 +60,18 @@ def digest(modules: Iterable[str]) -> str:
     return "sha256:" + total.hexdigest()
 
 
+def definitions(path: Path) -> dict[str, str]:
+    """Digests of a file's functions, classes and constants, by name; imports are none."""
+    found = {}
+    for statement in ast.parse(path.read_text(encoding="utf-8")).body:
+        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+        names = [getattr(statement, "name", None), *(getattr(target, "id", None) for target in targets)]
+        for name in names:
+            if name is not None:
+                found[name] = hashlib.sha256("\0".join(_spelled(statement)).encode()).hexdigest()
+    return found
+
+
 @cache
 def said(path: Path) -> str:
     """sha256 of a Python file's syntax tree without docstrings."""

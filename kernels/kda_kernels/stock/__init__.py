@@ -24,11 +24,13 @@ from torch import Tensor
 from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import CommitOperands, Operands, StepOperands
 from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, MAX_TOKENS, Problem
-from kda_kernels.stock import kernels as kernels
+from kda_kernels.stock import kernels
 from kda_kernels.tensors import check_tensor, on_stream
 
 KERNELS = ("stock_convolution", "stock_verify", "stock_norm", "stock_fold")
 """What `launch` enqueues, besides the gate's GEMM, whose name the GEMM library chooses."""
+WRITTEN_IN = ("kda_kernels.stock", "kda_kernels.stock.kernels")
+"""Modules that decide what its launches do: Triton compiles where they run."""
 
 _FLOATS = (torch.float32, torch.bfloat16)
 _TILES = (8, 16, 32, 64, 128)

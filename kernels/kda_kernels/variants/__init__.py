@@ -11,6 +11,8 @@ proves what it timed.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from functools import cache
 from importlib import import_module
@@ -80,6 +82,29 @@ def spec_dict(spec: Any) -> dict[str, Any]:
     return asdict(spec)
 
 
+def is_triton(name: str) -> bool:
+    """Whether a variant has no binaries of ours: Triton compiles it where it runs."""
+    return hasattr(load(name), "WRITTEN_IN")
+
+
 def digest(name: str) -> str:
-    """sha256 over the sources that decide what a variant computes and how fast."""
-    return sources.digest(sources.behind(_module(name)))
+    """sha256 over what the sources say that decide what a variant computes and how fast, but for their prose.
+
+    Of a variant of Triton's: over what its launches are written in, so that moving a module or declaring something of
+    the variant leaves it as it was.
+    """
+    module = load(name)
+    if is_triton(name):
+        said = launched_by([sources.path_of(m) for m in module.WRITTEN_IN]) | spec_dict(module.Spec())
+        return "sha256:" + hashlib.sha256(repr(sorted(said.items())).encode()).hexdigest()
+    return sources.digest(sources.behind(module.__name__))
+
+
+def launched_by(paths: Sequence[Path]) -> dict[str, str]:
+    """Digests of the definitions in a Triton variant's files, its own first, without what only describes the variant."""
+    own = sources.definitions(paths[0])
+    described = {name for name in own if name.isupper() and not name.startswith("_")} | {"Spec", "unsupported"}
+    found = {name: digest for name, digest in own.items() if name not in described}
+    for path in paths[1:]:
+        found |= sources.definitions(path)
+    return found
