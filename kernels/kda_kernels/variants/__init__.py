@@ -101,7 +101,7 @@ def digest(name: str) -> str:
 
 
 def launched_by(paths: Sequence[Path]) -> dict[str, str]:
-    """Digests of the definitions in a Triton variant's files, its own first, without what only describes the variant."""
+    """Digests of the definitions in a Triton variant's files, its own first, without what describes the variant."""
     own = sources.definitions(paths[0])
     described = {name for name in own if name.isupper() and not name.startswith("_")} | {"Spec", "unsupported"}
     found = {name: digest for name, digest in own.items() if name not in described}
