@@ -245,11 +245,9 @@ def carry(folder: Path, old: Path, jobs: int) -> list[str]:
         return [f"{name}: was not measured or verified from the sources of {old}" for name in sorted(stale)]
 
     then = variants.launched_by([old / "kernels/kda_kernels" / name for name in ("stock.py", "stock_kernels.py")])
-    if (
-        now := then.items()
-        ^ variants.launched_by([sources.path_of(name) for name in variants.load("stock").WRITTEN_IN]).items()
-    ):
-        return [f"stock: another definition of {name}" for name in sorted({name for name, _ in now})]
+    today = variants.launched_by([sources.path_of(name) for name in variants.load("stock").WRITTEN_IN])
+    if others := then.items() ^ today.items():
+        return [f"stock: another definition of {name}" for name in sorted({name for name, _ in others})]
 
     ours = [name for name in variants.NAMES if not variants.is_triton(name)]
     asked = {asked_of(line) for line in lines if ran(line) and line["variant"] in ours}
