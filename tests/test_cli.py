@@ -156,6 +156,10 @@ def test_every_command_has_help_with_examples(kdabench: Any, command: str) -> No
             ["compile", "--variant", "Kda"],
             "'Kda': one of KdaSplit, KdaWide, KdaStream, KdaWS, KdaFused, KdaFusedWS, KdaCommit, stock",
         ),
+        (["binaries", "--check"], "kernels/manifests/sm_90a.json: no such manifest; write it: kdabench binaries"),
+        (["binaries", "--arch", "sm_80"], "'sm_80': one of sm_90a, sm_100a, sm_103a"),
+        (["binaries", "--sample", "3"], "--sample: only with --check"),
+        (["binaries", "--check", "--manifest", "sweeps/dispatch.toml"], "dispatch.toml: no manifest of binaries"),
         (["verify"], "needs an NVIDIA GPU"),
     ],
 )
@@ -360,6 +364,39 @@ def test_compile_reports_rows_and_failures(kdabench: Any, monkeypatch: pytest.Mo
     assert (status, len(json.loads(out))) == (1, 3)
     assert "DSLError: no" in err.splitlines()[0]
     assert "spills: 16 bytes" in err.splitlines()[1]
+
+
+def test_binaries_are_written_compared_and_named(kdabench: Any, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kdabench import build
+
+    changed: set[str] = set()
+
+    def compile_all(cases: Any, jobs: int, listener: Any) -> list[build.Row]:
+        digests = ["b" * 16 if case.problem.kind in changed else "a" * 16 for case, _ in cases]
+        return [build.Row(c, arch, None, digest=digest) for (c, arch), digest in zip(cases, digests, strict=True)]
+
+    monkeypatch.setattr(build, "compile_all", compile_all)
+    ours = ("binaries", "--variant", "KdaCommit")
+    status, out, err = kdabench(*ours)
+    assert (status, err) == (0, "")
+    assert out.endswith("names of 1 binaries in kernels/manifests/sm_90a.json\n")
+    status, out, err = kdabench(*ours, "--check")
+    assert (status, err) == (0, "")
+    assert out.endswith("binaries as kernels/manifests/sm_90a.json says\n")
+    changed.add("flush")
+    status, out, err = kdabench(*ours, "--check")
+    assert status == 1
+    assert "another binary: KdaCommit flush q2 fp32 dim-first" in out
+    assert "commit q8" not in out
+    assert "kdabench verify" in one_line(err)
+    status, out, err = kdabench(*ours, "--check", "--json")
+    found = json.loads(out)
+    assert (status, found["does_not_compile"]) == (1, [])
+    assert all(name.startswith("KdaCommit flush") for name in found["another_binary"])
+    status, out, err = kdabench(
+        "binaries", "--check", "--arch", "sm_100a", "--manifest", "kernels/manifests/sm_90a.json"
+    )
+    assert (status, "is of sm_90a, not of sm_100a" in one_line(err)) == (2, True)
 
 
 # --- as a process ---
