@@ -36,9 +36,10 @@ def binaries(
 ) -> None:
     """Write or compare the manifest of the kernels' machine code.
 
-    Every binary that is compiled by default, verified or was measured, by a digest of its code, constants, parameters
-    and resources; --check names those that a change touches. What is in the cache is not compiled again; all of a target takes some 25 minutes on two cores
-    otherwise. Needs no GPU. Exit status 1 with --check if a binary is another one than the manifest says.
+    Every binary that is compiled by default, verified or was measured, by a digest of its code, constants,
+    parameters and resources; --check names those that a change touches. What is in the cache is not compiled
+    again; all of a target takes some 25 minutes on two cores otherwise. Needs no GPU. Exit status 1 with --check if
+    a binary is another one than the manifest says.
 
     \b
     Examples:
