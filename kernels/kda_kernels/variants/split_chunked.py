@@ -1,6 +1,6 @@
-"""KDA record steps, chunked: a cluster of `split` CTAs per item, state rows in registers, products on tensor cores.
+"""KdaSplit chunked, kind record: all tokens of a window at once, products on tensor cores.
 
-Operands as in `kda_kernels.variants.split`, of whose kernels this is the one for `form="chunked"`.
+Operands: `kda_kernels.variants.split`, of whose kernels this is the one for `form="chunked"`.
 
 CTA r of a cluster owns rows, channels and gate features r*128/split .. of its item:
   load      slot; weights, projection, window (cp.async); state cells (LDG, in flight until `multiply`)
@@ -22,23 +22,21 @@ Source: docs/operation.md, "The same, chunked"; layouts of cells and fragments: 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from kda_kernels import arguments
-from kda_kernels.device import blocks, cubin
+from kda_kernels.arguments import Arguments
+from kda_kernels.device import blocks
 from kda_kernels.device.gpu import Gpu
-from kda_kernels.operands import StepOperands
 from kda_kernels.parts import chunked, conv_window, prologue
+from kda_kernels.parts.cluster import ClusterPlan
 from kda_kernels.parts.conv_window import Window
 from kda_kernels.parts.prologue import ALIGNMENT, UNIT, Operands, Place, Record, Rows
-from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, HISTORY, Problem, ceil_div
-
-KERNELS = ("kda_split_chunked",)
+from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, HISTORY, ceil_div
 
 SHAPES = ((1, 256), (2, 128), (2, 256), (4, 128), (4, 256), (8, 128))
 """split, threads."""
@@ -51,68 +49,24 @@ GMEM = cutlass.AddressSpace.gmem
 SMEM = cutlass.AddressSpace.smem
 
 
-class Choices(Protocol):
-    """The fields of `split.Spec` that matter here. gate_mode 2 and staging in shared memory are not for this form.
-
-    terms   BF16 state: terms of the vectors in its products. 2: FP32 precision; 1: 4e-4
-    pdl     also decides the order of the loads
-    """
-
-    @property
-    def staging(self) -> str: ...
-    @property
-    def spin(self) -> bool: ...
-
-    @property
-    def split(self) -> int: ...
-    @property
-    def threads(self) -> int: ...
-    @property
-    def gate_mode(self) -> int: ...
-    @property
-    def terms(self) -> int: ...
-    @property
-    def stream_hints(self) -> bool: ...
-    @property
-    def state_late(self) -> bool: ...
-    @property
-    def streamable(self) -> bool: ...
-    @property
-    def conv_weight_dtype(self) -> Literal["fp32", "bf16"]: ...
-    @property
-    def window(self) -> int | None: ...
-    @property
-    def pdl(self) -> bool: ...
-
-
 @dataclass(frozen=True)
-class Plan(chunked.Shape):
-    """What decides the code. Its repr is the cache key.
-
-    chained  the projection is asked for last, after the previous launch; else before the slot is known
-    """
-
-    kind: str
-    split: int
-    gate_mode: int
-    hints: bool
-    late: bool
-    spin: bool
-    chained: bool
+class Plan(ClusterPlan, chunked.Shape):
+    """What decides the code."""
 
     @property
-    def warps(self) -> int:
-        return self.threads // 32
+    def least_log_gate(self) -> float | None:
+        return chunked.MIN_LOG_GAMMA
 
-    @property
-    def rows(self) -> int:
-        """State rows, channels of each of q, k, v and gate features of a CTA."""
-        return HEAD_DIM // self.split
-
-    @property
-    def chains(self) -> int:
-        """Accumulation chains of the gate."""
-        return 1 if self.gate_mode == 0 else 4
+    def refused(self, gpu: Gpu) -> str | None:
+        """Why there is no such kernel, or None. The same on all targets."""
+        if self.kind != "record":
+            return f"kind={self.kind}: form=chunked does not write the state, as only kind record wants"
+        if (self.split, self.threads) not in SHAPES:
+            known = ", ".join(f"{split} x {threads}" for split, threads in SHAPES)
+            return f"split={self.split} threads={self.threads}: form=chunked takes {known}"
+        if self.gate_mode not in (0, 1):
+            return f"gate_mode={self.gate_mode}: form=chunked takes 0, 1"
+        return None
 
     @property
     def row_tiles(self) -> int:
@@ -249,82 +203,7 @@ class Plan(chunked.Shape):
     def ctas_per_sm(self) -> int:
         """CTAs that an SM must hold, by registers and shared memory."""
         registers = 128 if self.cells > 4 else 96 if self.cells > 2 else 80
-        return min(65_536 // (registers * self.threads), prologue.SM_SMEM // (self.smem_bytes + prologue.RESERVED_SMEM))
-
-
-def plan(problem: Problem, spec: Choices) -> Plan:
-    layout, window = arguments.window_rules(problem, spec.streamable, spec.window)
-    return Plan(
-        tokens=problem.tokens,
-        state_dtype=problem.state_dtype,
-        threads=spec.threads,
-        layout=layout,
-        window=window,
-        streamable=spec.streamable,
-        weight_dtype=spec.conv_weight_dtype,
-        terms=2 if problem.state_dtype == "fp32" else spec.terms,
-        kind=problem.kind,
-        split=spec.split,
-        gate_mode=spec.gate_mode,
-        hints=spec.stream_hints,
-        late=spec.state_late,
-        spin=spec.spin and spec.split > 1,
-        chained=spec.pdl,
-    )
-
-
-def unsupported(problem: Problem, spec: Choices, gpu: Gpu) -> str | None:
-    """Why this pair can't run, or None. Pure: no CUDA."""
-    if problem.kind != "record":
-        return f"kind={problem.kind}: form=chunked does not write the state, as only kind record wants"
-    if (spec.split, spec.threads) not in SHAPES:
-        known = ", ".join(f"{split} x {threads}" for split, threads in SHAPES)
-        return f"split={spec.split} threads={spec.threads}: form=chunked takes {known}"
-    for name, value, allowed in (
-        ("staging", spec.staging, ("registers",)),
-        ("gate_mode", spec.gate_mode, (0, 1)),
-        ("terms", spec.terms, (1, 2)),
-        ("conv_weight_dtype", spec.conv_weight_dtype, ("fp32", "bf16")),
-    ):
-        if value not in allowed:
-            return f"{name}={value!r}: form=chunked takes {', '.join(map(str, allowed))}"
-    if spec.window is not None and not problem.tokens + 2 <= spec.window <= 16:
-        return f"window={spec.window} must lie in {problem.tokens + 2}..16"
-    if problem.requests > 65_535:
-        return f"requests={problem.requests}: the grid takes at most 65535"
-    needed = plan(problem, spec).smem_bytes
-    if needed > gpu.smem_per_block:
-        return f"{needed} bytes of shared memory exceed {gpu.smem_per_block}"
-    return None
-
-
-def build(problem: Problem, spec: Choices, gpu: Gpu) -> tuple[cubin.Binary, Plan]:
-    """From shapes alone; one binary serves all heads, requests and strides. Raises ValueError for unsupported pairs."""
-    reason = unsupported(problem, spec, gpu)
-    if reason is not None:
-        raise ValueError(f"KdaSplit: {reason}")
-    p = plan(problem, spec)
-    binary = cubin.build(
-        host,
-        lambda: (arguments.placeholder(), p),
-        arch=gpu.arch,
-        threads=p.threads,
-        cluster=p.split,
-        choices=p,
-    )
-    return binary, p
-
-
-def check(rules: Plan, operands: StepOperands) -> None:
-    """Raises ValueError, naming the operand, for operands that a kernel of this plan can't take."""
-    arguments.check("KdaSplit", rules, operands)
-    assert operands.lower_bound is not None
-    if not operands.lower_bound * rules.tokens >= chunked.MIN_LOG_GAMMA:
-        raise ValueError(f"lower_bound={operands.lower_bound} is too low for {rules.tokens} tokens in form=chunked")
-
-
-def grid(rules: Plan, heads: int, requests: int) -> tuple[int, int, int]:
-    return rules.split * heads, requests, 1
+        return self.ctas_with(registers)
 
 
 @dataclass(frozen=True)
@@ -359,19 +238,8 @@ class Task(NamedTuple):
     live: Any
 
 
-@cute.jit
-def host(A: arguments.Arguments, P: cutlass.Constexpr) -> None:
-    kda_split_chunked(A, P).launch(
-        grid=(P.split, 1, 1),
-        block=(P.threads, 1, 1),
-        cluster=(P.split, 1, 1),
-        min_blocks_per_mp=P.ctas_per_sm,
-        preferred_smem_carveout=100,
-    )
-
-
 @cute.kernel
-def kda_split_chunked(A: arguments.Arguments, P: cutlass.Constexpr) -> None:
+def kda_split_chunked(A: Arguments, P: cutlass.Constexpr) -> None:
     if const_expr(P.split > 1):
         blocks.declare_cluster(P.split)
     tid, _, _ = arch.thread_idx()
@@ -533,7 +401,7 @@ def _copy_unit(
 
 
 @cute.jit
-def load_weights(A: arguments.Arguments, M: cutlass.Constexpr, at: Place, P: cutlass.Constexpr) -> None:
+def load_weights(A: Arguments, M: cutlass.Constexpr, at: Place, P: cutlass.Constexpr) -> None:
     quads, tap_bytes, none = P.rows // 4, Int64(at.D) * P.weight_bytes, Int64(0)
     features = A.f_b + Int64(at.channel) * (2 * HEAD_DIM)
     rows = Rows(1, P.rows, HEAD_DIM // UNIT, swizzled=True)
@@ -549,7 +417,7 @@ def load_weights(A: arguments.Arguments, M: cutlass.Constexpr, at: Place, P: cut
 
 
 @cute.jit
-def window_offsets(A: arguments.Arguments, at: Place, P: cutlass.Constexpr) -> cute.Tensor:
+def window_offsets(A: Arguments, at: Place, P: cutlass.Constexpr) -> cute.Tensor:
     """Bytes in a page of this thread's units of a window that is copied whole."""
     count = max(ceil_div(3 * P.rows // UNIT * P.window, P.threads), 1)
     offsets = cute.make_rmem_tensor(count, Int32)
@@ -613,7 +481,7 @@ def load_state(raw: cute.Tensor, first: Int64, P: cutlass.Constexpr) -> None:
 
 
 @cute.jit
-def gate(A: arguments.Arguments, M: cutlass.Constexpr, record: Record, at: Place, P: cutlass.Constexpr) -> None:
+def gate(A: Arguments, M: cutlass.Constexpr, record: Record, at: Place, P: cutlass.Constexpr) -> None:
     """Gamma of this CTA's features, by the last warps, 16 features each; raw gates to the record."""
     index = at.warp - (P.warps - P.row_tiles)
     if index >= 0:
@@ -999,7 +867,7 @@ def multiply(raw: cute.Tensor, M: cutlass.Constexpr, at: Place, P: cutlass.Const
 
 @cute.jit
 def finish(
-    A: arguments.Arguments,
+    A: Arguments,
     M: cutlass.Constexpr,
     window: Window,
     results: Int64,
