@@ -27,15 +27,15 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
-from cutlass.memory import SmemAllocator
 
 from kda_kernels.arguments import Arguments
-from kda_kernels.device import blocks
+from kda_kernels.device import blocks, smem
 from kda_kernels.device.gpu import Gpu
+from kda_kernels.device.smem import Area, Barriers
 from kda_kernels.parts import chunked, conv_window, prologue
 from kda_kernels.parts.cluster import ClusterPlan
 from kda_kernels.parts.conv_window import Window
-from kda_kernels.parts.prologue import ALIGNMENT, UNIT, Operands, Place, Record, Rows
+from kda_kernels.parts.prologue import UNIT, Place, Record, Rows
 from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, HISTORY, ceil_div
 
 SHAPES = ((1, 256), (2, 128), (2, 256), (4, 128), (4, 256), (8, 128))
@@ -160,70 +160,57 @@ class Plan(ClusterPlan, chunked.Shape):
         return 16 * cells + 8 * self.tokens * self.split
 
     @property
-    def areas(self) -> dict[str, tuple[int, int]]:
-        """Shared memory: bytes and alignment, in order."""
-        rows, tokens = self.rows, self.tokens
+    def areas(self) -> dict[str, Area]:
+        rows, tokens, slots = self.rows, self.tokens, self.slots
+        inputs = 3 * rows * (self.history + tokens)
         copied = {
-            "gate_weight": rows * HEAD_DIM * 2,
-            "taps": 12 * rows * self.weight_bytes,
-            "bias": 3 * rows * self.weight_bytes,
-            "dt_bias": 4 * rows,
-            "norm_weight": 4 * rows,
-            "A_log": 4,
-            "x": 6 * rows * (self.history + tokens),
-            "f_a": 2 * HEAD_DIM * tokens,
-            "out_gate": 2 * rows * tokens,
-            "beta": 4 * tokens,
-            "window": 6 * rows * self.window if self.layout == "rows" else 0,
+            # Rows of 128, swizzled.
+            "gate_weight": Area(BFloat16, rows * HEAD_DIM),
+            "taps": Area(self.conv_dtype, 3 * CONV_WIDTH * rows),
+            "bias": Area(self.conv_dtype, (rows, 3)),
+            "dt_bias": Area(Float32, rows),
+            "norm_weight": Area(Float32, rows),
+            "A_log": Area(Float32, 1),
+            "x": Area(BFloat16, inputs),
+            "f_a": Area(BFloat16, tokens * HEAD_DIM),
+            "out_gate": Area(BFloat16, rows * tokens),
+            "beta": Area(BFloat16, (2, tokens)),
+            "window": Area(BFloat16, inputs, inside="x"),
         }
+        if self.layout == "rows":
+            copied["window"] = Area(BFloat16, 3 * rows * self.window)
         computed = {
-            "fragments": self.fragment_bytes,
-            "gamma": 4 * chunked.GAMMA_PITCH * tokens,
-            "values": 4 * self.row_pitch * tokens,
-            "squares": 8 * tokens * self.split,
-            "partials": 4 * self.pair_count * self.warps,
-            "coefficients": 2 * 4 * self.slots * 8,
-            "factors": 16 * self.slots,
-            "products": 4 * self.row_pitch * 2 * self.slots * self.column_parts,
-            "sums": 4 * tokens * self.norm_slots,
-            "barriers": 16,
+            # All columns; received.
+            "fragments": (Uint8, self.fragment_bytes),
+            # Of each token, `rows` used.
+            "gamma": (Float32, self.gamma_bytes // 4),
+            # v: [tokens, row_pitch].
+            "values": (Float32, self.row_pitch * tokens),
+            # Parts of |q|^2 and |k|^2: [2, tokens, split]; received.
+            "squares": (Float32, 2 * tokens * self.split),
+            # Parts of A and B: [warp][tile][s][column].
+            "partials": (Float32, self.pair_count * self.warps),
+            # beta_t rk_t rk_s A_ts: [s, 8][t, slots]; rq_t rk_s B_ts, zero for s > t: [t, slots][s, 8].
+            "coefficients": (Float32, 2 * slots * 8),
+            # Per token beta, beta rk, rq.
+            "factors": (Float32, 4 * slots),
+            # [column part][Gamma k, Gamma q of each slot][row_pitch]
+            "products": (Float32, self.row_pitch * 2 * slots * self.column_parts),
+            # Parts of |o|^2: [tokens, norm_slots]; received.
+            "sums": (Float32, tokens * self.norm_slots),
         }
-        return {name: (size, ALIGNMENT) for name, size in copied.items() if size} | {
-            name: (size, 16) for name, size in computed.items()
-        }
+        close = {name: Area(dtype, size, align=16) for name, (dtype, size) in computed.items()}
+        return copied | close | {"barriers": Barriers(shape=2, align=16)}
 
     @property
     def smem_bytes(self) -> int:
-        top = 0
-        for size, alignment in self.areas.values():
-            top = ceil_div(top, alignment) * alignment + size
-        return top
+        return smem.total(self.areas)
 
     @property
     def ctas_per_sm(self) -> int:
         """CTAs that an SM must hold, by registers and shared memory."""
         registers = 128 if self.cells > 4 else 96 if self.cells > 2 else 80
         return self.ctas_with(registers)
-
-
-@dataclass(frozen=True)
-class Shared(Operands):
-    """A CTA's shared memory. R = rows of the CTA."""
-
-    gate_weight: Any  # [R, K] bf16, 16-byte units swizzled by row
-    taps: Any  # [3, 4, R]
-    bias: Any  # [3, R]
-    norm_weight: Any  # [R]
-    fragments: Any  # `chunked.Shape.fragment_layout`, all columns; received
-    gamma: Any  # [tokens, chunked.GAMMA_PITCH], R columns used
-    values: Any  # [tokens, row_pitch] v
-    squares: Any  # [2, tokens, split] parts of |q|^2, |k|^2; received
-    partials: Any  # [warp][tile][s][column] parts of A and B
-    coefficients: Any  # [s, 8][t, slots] beta_t rk_t rk_s A_ts; [t, slots][s, 8] rq_t rk_s B_ts, zero for s > t
-    factors: Any  # [t] of beta, beta rk, rq
-    products: Any  # [column part][Gamma k, Gamma q of each slot][row_pitch]
-    sums: Any  # [tokens, norm_slots] parts of |o|^2; received
-    barriers: Any
 
 
 class Task(NamedTuple):
@@ -255,7 +242,7 @@ def kda_split_chunked(A: Arguments, P: cutlass.Constexpr) -> None:
         table = A.record_rows + Int64(request) * 4
     mine = blocks.at(Int32, table, Int32(0))
 
-    M = allocate(P)
+    M = smem.allocate_as_they_are(P.areas)
     if const_expr(P.split > 1):
         prologue.join_cluster(M.barriers, (P.vector_bytes, 4 * P.tokens * P.norm_slots), tid)
 
@@ -343,27 +330,6 @@ def kda_split_chunked(A: Arguments, P: cutlass.Constexpr) -> None:
         prologue.store_zeros(results, at, P)
         if const_expr(P.split > 1):
             arch.cluster_wait()
-
-
-def allocate(P: Plan) -> Shared:
-    smem = SmemAllocator()
-
-    def take(name: str) -> Any:
-        dtype = {
-            "taps": P.conv_dtype,
-            "bias": P.conv_dtype,
-            "fragments": Uint8,
-            "barriers": Int64,
-            **dict.fromkeys(("gate_weight", "x", "f_a", "out_gate", "beta", "window"), BFloat16),
-        }.get(name, Float32)
-        size, alignment = P.areas[name]
-        return smem.allocate_tensor(dtype, cute.make_layout(size * 8 // dtype.width), byte_alignment=alignment)
-
-    areas = {name: take(name) for name in P.areas}
-    areas["bias"] = cute.make_tensor(areas["bias"].iterator, cute.make_layout((P.rows, 3)))
-    areas["beta"] = cute.make_tensor(areas["beta"].iterator, cute.make_layout((2, P.tokens)))
-    areas["barriers"] = areas["barriers"].iterator
-    return Shared(**{"window": areas["x"]} | areas)
 
 
 @cute.jit

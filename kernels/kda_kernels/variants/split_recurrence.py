@@ -27,15 +27,15 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
-from cutlass.memory import SmemAllocator
 
 from kda_kernels.arguments import Arguments
-from kda_kernels.device import blocks
+from kda_kernels.device import blocks, smem
 from kda_kernels.device.gpu import Gpu
+from kda_kernels.device.smem import Area, Barriers
 from kda_kernels.parts import conv_window, prologue
 from kda_kernels.parts.cluster import ClusterPlan
 from kda_kernels.parts.conv_window import Window
-from kda_kernels.parts.prologue import ALIGNMENT, UNIT, Operands, Place, Record, Rows
+from kda_kernels.parts.prologue import UNIT, Place, Record, Rows
 from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, HISTORY, ceil_div
 
 _DECAYS, _CHANNELS, _SQUARES = range(3)
@@ -158,45 +158,38 @@ class Plan(ClusterPlan):
         )
 
     @property
-    def smem_bytes(self) -> int:
+    def areas(self) -> dict[str, Area]:
         rows, tokens = self.rows, self.tokens
-        sizes = [
-            rows * HEAD_DIM * 2,
-            12 * rows * self.weight_bytes,
-            3 * rows * self.weight_bytes,
-            4 * rows,
-            4 * rows,
-            4,
-            6 * rows * (self.history + tokens),
-            2 * HEAD_DIM * tokens,
-            2 * rows * tokens,
-            4 * tokens,
-            4 * tokens * (3 * HEAD_DIM + rows),
-            4 * tokens * self.norm_slots,
-        ]
+        entries = (rows, 3, self.history + tokens)
+        areas = {
+            "x": Area(BFloat16, entries),
+            # Of all tokens q, k and decays of 128, then v of the CTA's rows.
+            "vectors": Area(Float32, tokens * (3 * HEAD_DIM + rows)),
+            # Rows of 128, swizzled for tensor cores.
+            "gate_weight": Area(BFloat16, rows * HEAD_DIM),
+            "taps": Area(self.conv_dtype, (rows, CONV_WIDTH, 3)),
+            "bias": Area(self.conv_dtype, (rows, 3)),
+            "dt_bias": Area(Float32, rows),
+            "norm_weight": Area(Float32, rows),
+            "A_log": Area(Float32, 1),
+            "f_a": Area(BFloat16, tokens * HEAD_DIM),
+            "out_gate": Area(BFloat16, (rows, tokens)),
+            "beta": Area(BFloat16, (2, tokens)),
+            # Of squares of o, by those who send them.
+            "sums": Area(Float32, (self.norm_slots, tokens)),
+            "window": Area(BFloat16, entries, inside="x"),
+        }
         if self.layout == "rows":
-            sizes.append(6 * rows * self.window)
+            areas["window"] = Area(BFloat16, 3 * rows * self.window)
         if tokens > 1:
-            sizes += [16 * tokens, 2 * rows * tokens]
+            areas |= {"factors": Area(Float32, (4, tokens)), "o": Area(BFloat16, (rows, tokens))}
         if self.staging == "shared":
-            sizes.append(rows * HEAD_DIM * self.item_bytes)
-        return sum(ALIGNMENT * ceil_div(n, ALIGNMENT) for n in sizes) + 32
+            areas["state"] = Area(self.dtype, rows * HEAD_DIM)
+        return areas | {"barriers": Barriers(shape=4)}
 
-
-@dataclass(frozen=True)
-class Shared(Operands):
-    """A CTA's shared memory."""
-
-    gate_weight: Any  # [rows, K] bf16, swizzled for tensor cores
-    taps: Any  # [3, 4, rows]
-    bias: Any  # [3, rows]
-    norm_weight: Any  # [rows]
-    vectors: Any  # [tokens, 3, K] q, k, decay; then [tokens, rows] v
-    sums: Any  # [tokens, norm_slots] partial sums of squares of o
-    factors: Any  # [tokens, 4], windows only
-    o: Any  # [tokens, rows] bf16, windows only
-    state: Any  # `stage_layout`, staged only
-    barriers: Any  # mbarriers
+    @property
+    def smem_bytes(self) -> int:
+        return smem.total(self.areas)
 
 
 @cute.kernel
@@ -221,7 +214,7 @@ def kda_split(A: Arguments, P: cutlass.Constexpr) -> None:
             table = (A.accepted if const_expr(P.kind == "spec") else A.record_rows) + Int64(request) * 4
     mine = blocks.at(Int32, table, Int32(0))
 
-    M = allocate(P)
+    M = smem.allocate_as_they_are(P.areas)
     if const_expr(P.split > 1):
         floats = (P.tokens * HEAD_DIM, P.tokens * (2 * HEAD_DIM + P.rows), P.tokens * P.norm_slots)
         prologue.join_cluster(M.barriers, tuple(4 * n for n in floats), tid)
@@ -316,38 +309,6 @@ def kda_split(A: Arguments, P: cutlass.Constexpr) -> None:
         prologue.store_zeros(results, at, P)
 
 
-def allocate(P: Plan) -> Shared:
-    """`Plan.smem_bytes` counts the same pieces."""
-    smem = SmemAllocator()
-
-    def array(dtype: Any, layout: Any) -> Any:
-        layout = cute.make_layout(layout) if isinstance(layout, (int, tuple)) else layout
-        return smem.allocate_tensor(dtype, layout, byte_alignment=ALIGNMENT)
-
-    x = array(BFloat16, (P.rows, 3, P.history + P.tokens))
-    vectors = array(Float32, P.tokens * (3 * HEAD_DIM + P.rows))
-    windows = P.tokens > 1
-    return Shared(
-        gate_weight=array(BFloat16, P.rows * HEAD_DIM),
-        taps=array(P.conv_dtype, (P.rows, CONV_WIDTH, 3)),
-        bias=array(P.conv_dtype, (P.rows, 3)),
-        dt_bias=array(Float32, P.rows),
-        norm_weight=array(Float32, P.rows),
-        A_log=array(Float32, 1),
-        x=x,
-        f_a=array(BFloat16, P.tokens * HEAD_DIM),
-        out_gate=array(BFloat16, (P.rows, P.tokens)),
-        beta=array(BFloat16, (2, P.tokens)),
-        vectors=vectors,
-        sums=array(Float32, (P.norm_slots, P.tokens)),
-        window=array(BFloat16, 3 * P.rows * P.window) if P.layout == "rows" else x,
-        factors=array(Float32, (4, P.tokens)) if windows else None,
-        o=array(BFloat16, (P.rows, P.tokens)) if windows else None,
-        state=array(P.dtype, P.stage_layout) if P.staging == "shared" else None,
-        barriers=smem.allocate_array(Int64, 4, byte_alignment=ALIGNMENT),
-    )
-
-
 @cute.jit
 def thread_offset(at: Place, P: cutlass.Constexpr) -> Int32:
     """Element of a state page where this thread's part starts."""
@@ -417,9 +378,10 @@ def stage_state(M: cutlass.Constexpr, address: Int64, at: Place, P: cutlass.Cons
 
 @cute.jit
 def unstage_state(raw: cute.Tensor, M: cutlass.Constexpr, at: Place, P: cutlass.Constexpr) -> None:
+    staged = cute.make_tensor(M.state.iterator, P.stage_layout)
     for j in range_constexpr(P.thread_rows):
         for c in range_constexpr(P.chunks):
-            cute.autovec_copy(M.state[(None, c, j), at.tid], raw[None, c, j])
+            cute.autovec_copy(staged[(None, c, j), at.tid], raw[None, c, j])
 
 
 @cute.jit
