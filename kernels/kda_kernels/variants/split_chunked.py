@@ -31,7 +31,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr, 
 from kda_kernels.arguments import Arguments
 from kda_kernels.device import blocks, smem
 from kda_kernels.device.gpu import Gpu
-from kda_kernels.device.smem import Area, Barriers
+from kda_kernels.device.smem import Area, Barriers, Smem
 from kda_kernels.parts import chunked, conv_window, prologue
 from kda_kernels.parts.cluster import ClusterPlan
 from kda_kernels.parts.conv_window import Window
@@ -367,7 +367,7 @@ def _copy_unit(
 
 
 @cute.jit
-def load_weights(A: Arguments, M: cutlass.Constexpr, at: Place, P: cutlass.Constexpr) -> None:
+def load_weights(A: Arguments, M: Smem, at: Place, P: cutlass.Constexpr) -> None:
     quads, tap_bytes, none = P.rows // 4, Int64(at.D) * P.weight_bytes, Int64(0)
     features = A.f_b + Int64(at.channel) * (2 * HEAD_DIM)
     rows = Rows(1, P.rows, HEAD_DIM // UNIT, swizzled=True)
@@ -406,7 +406,7 @@ def _rows_offset(entries: Int32, unit: Int32, at: Place, P: cutlass.Constexpr) -
 
 
 @cute.jit
-def load_window(M: cutlass.Constexpr, window: Window, offsets: cute.Tensor, at: Place, P: cutlass.Constexpr) -> None:
+def load_window(M: Smem, window: Window, offsets: cute.Tensor, at: Place, P: cutlass.Constexpr) -> None:
     """rows: all entries, `[3, R, W]`, from `window_offsets`; else the first three, `[3 entries, 3, R]`."""
     if const_expr(P.layout == "rows"):
         units = 3 * P.rows // UNIT * window.channel_stride
@@ -447,7 +447,7 @@ def load_state(raw: cute.Tensor, first: Int64, P: cutlass.Constexpr) -> None:
 
 
 @cute.jit
-def gate(A: Arguments, M: cutlass.Constexpr, record: Record, at: Place, P: cutlass.Constexpr) -> None:
+def gate(A: Arguments, M: Smem, record: Record, at: Place, P: cutlass.Constexpr) -> None:
     """Gamma of this CTA's features, by the last warps, 16 features each; raw gates to the record."""
     index = at.warp - (P.warps - P.row_tiles)
     if index >= 0:
@@ -476,7 +476,7 @@ def task_of(at: Place, P: cutlass.Constexpr) -> Task:
 
 
 @cute.jit
-def input_words(M: cutlass.Constexpr, P: cutlass.Constexpr) -> cute.Tensor:
+def input_words(M: Smem, P: cutlass.Constexpr) -> cute.Tensor:
     """x by pairs of channels: (word of a quad, quad, part, entry)."""
     pairs = P.rows // 2
     return cute.make_tensor(
@@ -487,7 +487,7 @@ def input_words(M: cutlass.Constexpr, P: cutlass.Constexpr) -> cute.Tensor:
 
 @cute.jit
 def fetch_operands(
-    weight: cute.Tensor, bias: cute.Tensor, inputs: cute.Tensor, M: cutlass.Constexpr, task: Task, P: cutlass.Constexpr
+    weight: cute.Tensor, bias: cute.Tensor, inputs: cute.Tensor, M: Smem, task: Task, P: cutlass.Constexpr
 ) -> None:
     """A task's taps (4, tap), bias (4) and inputs (2 words, token); tokens past the last repeat it."""
     x = input_words(M, P)
@@ -505,7 +505,7 @@ def fetch_operands(
 
 
 @cute.jit
-def fetch_history(seen: cute.Tensor, M: cutlass.Constexpr, window: Window, task: Task, P: cutlass.Constexpr) -> None:
+def fetch_history(seen: cute.Tensor, M: Smem, window: Window, task: Task, P: cutlass.Constexpr) -> None:
     """The three inputs before a task's first token, of the window or of this step: (4, entry)."""
     x = input_words(M, P)
     for e in range_constexpr(HISTORY):
@@ -552,7 +552,7 @@ def convolve(
 
 @cute.jit
 def exchange(
-    M: cutlass.Constexpr,
+    M: Smem,
     words: cute.Tensor,
     record: Record,
     task: Task,
@@ -588,7 +588,7 @@ def exchange(
 
 
 @cute.jit
-def peer_shifts(M: cutlass.Constexpr, at: Place, P: cutlass.Constexpr) -> tuple[Int32, ...]:
+def peer_shifts(M: Smem, at: Place, P: cutlass.Constexpr) -> tuple[Int32, ...]:
     """What to add to an address of this CTA's shared memory for the cluster address in each other CTA, the next
     first, so that not all send to the same one."""
     base = M.fragments.iterator.toint()
@@ -600,7 +600,7 @@ def peer_shifts(M: cutlass.Constexpr, at: Place, P: cutlass.Constexpr) -> tuple[
 
 @cute.jit
 def send_vectors(
-    M: cutlass.Constexpr,
+    M: Smem,
     x: cute.Tensor,
     task: Task,
     t: Int32,
@@ -630,9 +630,7 @@ def send_vectors(
 
 
 @cute.jit
-def send_cell(
-    M: cutlass.Constexpr, x: cute.Tensor, place: Int32, shifts: tuple[Int32, ...], P: cutlass.Constexpr
-) -> None:
+def send_cell(M: Smem, x: cute.Tensor, place: Int32, shifts: tuple[Int32, ...], P: cutlass.Constexpr) -> None:
     """hi(0,1) hi(2,3) lo(0,1) lo(2,3) of four floats, to a byte of the fragments of every CTA."""
     words = cute.make_rmem_tensor(4, Uint32)
     words[0], words[2] = chunked.split_rounded(x[0], x[1])
@@ -645,7 +643,7 @@ def send_cell(
 
 
 @cute.jit
-def send_square(M: cutlass.Constexpr, square: Float32, task: Task, t: Int32, at: Place, P: cutlass.Constexpr) -> None:
+def send_square(M: Smem, square: Float32, task: Task, t: Int32, at: Place, P: cutlass.Constexpr) -> None:
     """This CTA's part of |q|^2 or |k|^2 of a token, which all lanes of its quads hold, to every CTA."""
     place = (task.part * P.tokens + t) * P.split + at.rank
     if const_expr(P.split == 1):
@@ -660,7 +658,7 @@ def send_square(M: cutlass.Constexpr, square: Float32, task: Task, t: Int32, at:
 
 
 @cute.jit
-def roll_window(M: cutlass.Constexpr, window: Window, at: Place, P: cutlass.Constexpr) -> None:
+def roll_window(M: Smem, window: Window, at: Place, P: cutlass.Constexpr) -> None:
     """The last two entries of the history, then the inputs, as the first entries of a window copied whole."""
     if at.tid < P.conv_tasks:
         task = task_of(at, P)
@@ -685,7 +683,7 @@ def roll_window(M: cutlass.Constexpr, window: Window, at: Place, P: cutlass.Cons
 
 
 @cute.jit
-def store_window(M: cutlass.Constexpr, window: Window, at: Place, P: cutlass.Constexpr) -> None:
+def store_window(M: Smem, window: Window, at: Place, P: cutlass.Constexpr) -> None:
     """The two inputs before this step's, then these, as the first tokens+2 entries."""
     part_units = P.rows // UNIT
     if const_expr(P.layout == "rows"):
@@ -700,14 +698,14 @@ def store_window(M: cutlass.Constexpr, window: Window, at: Place, P: cutlass.Con
 
 
 @cute.jit
-def fragments_from(M: cutlass.Constexpr, step: Int32, P: cutlass.Constexpr) -> cute.Tensor:
+def fragments_from(M: Smem, step: Int32, P: cutlass.Constexpr) -> cute.Tensor:
     """The fragments of a step and the later ones, as words (word, lane, tile, step)."""
     address = M.fragments.iterator.toint() + step * P.step_bytes
     return cute.make_tensor(cute.make_ptr(Uint32, address, SMEM, assumed_align=16), P.fragment_layout)
 
 
 @cute.jit
-def pairs(M: cutlass.Constexpr, at: Place, P: cutlass.Constexpr) -> None:
+def pairs(M: Smem, at: Place, P: cutlass.Constexpr) -> None:
     """This warp's part of A and B: k / Gamma as rows s, over its share of the columns."""
     none = Uint32(0)
     fragments = fragments_from(M, at.warp * P.pair_steps, P)
@@ -739,7 +737,7 @@ def add_product(c: cute.Tensor, a: tuple[Uint32, ...], b: tuple[Uint32, ...]) ->
 
 
 @cute.jit
-def inverse_norm(M: cutlass.Constexpr, part: Int32, t: Int32, P: cutlass.Constexpr) -> Float32:
+def inverse_norm(M: Smem, part: Int32, t: Int32, P: cutlass.Constexpr) -> Float32:
     """Of q (part 0) or k (part 1) of a token; past the last token, of that."""
     squares = cute.make_tensor(M.squares.iterator, cute.make_layout((P.split, 2 * P.tokens)))
     values = cute.make_rmem_tensor(P.split, Float32)
@@ -751,7 +749,7 @@ def inverse_norm(M: cutlass.Constexpr, part: Int32, t: Int32, P: cutlass.Constex
 
 
 @cute.jit
-def reduce_pairs(M: cutlass.Constexpr, scale: Float32, at: Place, P: cutlass.Constexpr) -> None:
+def reduce_pairs(M: Smem, scale: Float32, at: Place, P: cutlass.Constexpr) -> None:
     """A and B with their factors, a thread per pair; each token's factors of W and Y from its pair with itself.
 
     Pairs past the last token get anything; nothing reads them. No branches, so that this mixes with `multiply`.
@@ -782,7 +780,7 @@ def reduce_pairs(M: cutlass.Constexpr, scale: Float32, at: Place, P: cutlass.Con
 
 
 @cute.jit
-def multiply(raw: cute.Tensor, M: cutlass.Constexpr, at: Place, P: cutlass.Constexpr) -> None:
+def multiply(raw: cute.Tensor, M: Smem, at: Place, P: cutlass.Constexpr) -> None:
     """State times Gamma k and Gamma q: this warp's 16 rows and share of the columns."""
     tile_rows, part = at.warp % P.row_tiles, at.warp // P.row_tiles
     fragments = fragments_from(M, part * P.steps, P)
@@ -834,7 +832,7 @@ def multiply(raw: cute.Tensor, M: cutlass.Constexpr, at: Place, P: cutlass.Const
 @cute.jit
 def finish(
     A: Arguments,
-    M: cutlass.Constexpr,
+    M: Smem,
     window: Window,
     results: Int64,
     record: Record,
@@ -865,10 +863,7 @@ def finish(
         gates[e] = M.norm_weight[row] * blocks.sigmoid(M.out_gate[t * P.rows + row].to(Float32))
     if const_expr(P.layout == "rows"):
         store_window(M, window, at, P)
-    if const_expr(P.split > 1):
-        prologue.wait(M, _SUMS, P)
-    else:
-        arch.sync_threads()
+    prologue.meet(M, _SUMS, P)
     sums = cute.make_tensor(
         M.sums.iterator, cute.make_layout((4, P.norm_slots // 4, P.tokens), stride=(1, 4, P.norm_slots))
     )
@@ -889,7 +884,7 @@ def finish(
 
 @cute.jit
 def substitute(
-    M: cutlass.Constexpr, u: cute.Tensor, o: cute.Tensor, row: Int32, r: Int32, first: Int32, P: cutlass.Constexpr
+    M: Smem, u: cute.Tensor, o: cute.Tensor, row: Int32, r: Int32, first: Int32, P: cutlass.Constexpr
 ) -> None:
     """u of all tokens and o of `own_tokens` from `first` on, of one row.
 
@@ -934,7 +929,7 @@ def substitute(
 
 
 @cute.jit
-def send_sum(M: cutlass.Constexpr, square: Float32, t: Int32, r: Int32, at: Place, P: cutlass.Constexpr) -> None:
+def send_sum(M: Smem, square: Float32, t: Int32, r: Int32, at: Place, P: cutlass.Constexpr) -> None:
     """A warp's part of |o|^2 of a token, which all lanes of its rows hold, to every CTA."""
     if t < P.tokens:
         place = t * P.norm_slots + at.rank * P.row_warps + at.warp

@@ -22,7 +22,7 @@ Source: docs/operation.md, "The mathematics, per item".
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -31,7 +31,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, range_c
 from kda_kernels.arguments import Arguments
 from kda_kernels.device import blocks, smem
 from kda_kernels.device.gpu import Gpu
-from kda_kernels.device.smem import Area, Barriers
+from kda_kernels.device.smem import Area, Barriers, Smem
 from kda_kernels.parts import conv_window, prologue
 from kda_kernels.parts.cluster import ClusterPlan
 from kda_kernels.parts.conv_window import Window
@@ -110,6 +110,11 @@ class Plan(ClusterPlan):
         """CTAs that an SM must hold: at 128 registers a thread with 64 values of state, else 80 or 96."""
         registers = 128 if self.state_registers > 32 else 80 if self.tokens == 1 else 96
         return self.ctas_with(registers)
+
+    @property
+    def slot_count(self) -> int:
+        """Slots of a request."""
+        return self.tokens if self.kind == "spec" else 1
 
     @property
     def token_groups(self) -> int:
@@ -203,16 +208,7 @@ def kda_split(A: Arguments, P: cutlass.Constexpr) -> None:
     warp = arch.make_warp_uniform(tid // 32)
 
     # The slot must be the first load: behind the copies it comes back a microsecond later.
-    # One load for all a request's numbers, so that none shares a scoreboard with the state, and is waited for with it:
-    # slots on the first lanes, then accepted or the record row.
-    table = A.slots + Int64(request) * A.slots_stride * 4
-    slot_count = P.tokens if const_expr(P.kind == "spec") else 1
-    if const_expr(P.kind != "decode"):
-        if lane < slot_count:
-            table += Int64(lane) * 4
-        else:
-            table = (A.accepted if const_expr(P.kind == "spec") else A.record_rows) + Int64(request) * 4
-    mine = blocks.at(Int32, table, Int32(0))
+    mine = ask_numbers(A, request, lane, P)
 
     M = smem.allocate_as_they_are(P.areas)
     if const_expr(P.split > 1):
@@ -228,17 +224,9 @@ def kda_split(A: Arguments, P: cutlass.Constexpr) -> None:
         prologue.load_projection(prologue.copy_rows, M, inputs, A.pitch, at, P)
         arch.cp_async_commit_group()
 
-    # By shuffle, even where all lanes hold it: the compiler would move a number known to be uniform to a uniform
-    # register as soon as it is loaded, and so wait for it before the copies.
-    page = arch.shuffle_sync(mine, 0)
-    read, start, row = page, Int32(0), Int32(-1)
-    if const_expr(P.kind == "spec"):
-        start = min(max(arch.shuffle_sync(mine, slot_count) - 1, Int32(0)), Int32(P.tokens - 1))
-        read = arch.shuffle_sync(mine, start)
-    if const_expr(P.kind == "record"):
-        row = arch.shuffle_sync(mine, slot_count)
-    if page > 0 and read > 0:
-        window = conv_window.window_of(A, page, start)
+    numbers = numbers_of(mine, P)
+    if numbers.page > 0 and numbers.read > 0:
+        window = conv_window.window_of(A, numbers.page, numbers.start)
         conv_window.load_own(M, window, at, P)
         if const_expr(not P.chained):
             arch.cp_async_commit_group()
@@ -246,7 +234,7 @@ def kda_split(A: Arguments, P: cutlass.Constexpr) -> None:
         page_bytes = A.state_stride * P.item_bytes
         raw = cute.make_rmem_tensor((P.vector, P.chunks, P.thread_rows), P.dtype)
         if const_expr(not P.late):
-            ask_state(raw, M, pages + Int64(read) * page_bytes, at, P)
+            ask_state(raw, M, pages + Int64(numbers.read) * page_bytes, at, P)
         arch.griddepcontrol_wait()
         arch.griddepcontrol_launch_dependents()
         if const_expr(P.chained):
@@ -256,14 +244,9 @@ def kda_split(A: Arguments, P: cutlass.Constexpr) -> None:
         arch.cp_async_wait_group(P.younger_groups)
         arch.sync_threads()
         if const_expr(P.late):
-            ask_state(raw, M, pages + Int64(read) * page_bytes, at, P)
-        entry = head * A.record_tokens
-        own = warp * P.warp_rows + P.step * (lane % P.lanes // P.copies) + lane // P.lanes  # row of this lane's sums
-        record = Record(
-            row,
-            A.key_gates + (Int64(row) * A.key_gates_stride + Int64(entry) * (2 * HEAD_DIM)) * 2,
-            A.corrections + (Int64(row) * A.corrections_stride + Int64(entry) * HEAD_DIM) * 4,
-        )
+            ask_state(raw, M, pages + Int64(numbers.read) * page_bytes, at, P)
+        record = prologue.record_of(A, numbers.row, head)
+        own = row_of_sums(at, P)
         gate(M, A.lower_bound, record, at, P)
         arch.cp_async_wait_group(1 if const_expr(P.staging == "shared") else 0)
         arch.sync_warp()
@@ -274,39 +257,67 @@ def kda_split(A: Arguments, P: cutlass.Constexpr) -> None:
         if const_expr(P.staging == "shared"):
             arch.cp_async_wait_group(0)
             unstage_state(raw, M, at, P)
-        if const_expr(P.split > 1):
-            prologue.wait(M, _DECAYS, P)
-        else:
-            arch.sync_threads()
-        S = cute.make_rmem_tensor((P.vector, P.chunks, P.thread_rows), Float32)
+        prologue.meet(M, _DECAYS, P)
         if const_expr(P.tokens == 1):
-            S.store(raw.load().to(Float32))
-            decay(S, columns(M, 2, Int32(0), at, P), P)
-            if const_expr(P.split > 1):
-                prologue.wait(M, _CHANNELS, P)
-            o = decode(S, M, A.scale, pages + Int64(page) * page_bytes, own, at, P)
-            normalize_decode(o, M, A.eps, results, own, at, P)
+            step_token(A, raw, M, pages + Int64(numbers.page) * page_bytes, results, own, at, P)
         else:
-            if const_expr(P.split > 1):
-                prologue.wait(M, _CHANNELS, P)
-            factors(M, A.scale, at, P)
-            arch.sync_threads()
-            S.store(raw.load().to(Float32))
-            recurrence(S, M, mine, pages, page_bytes, own, at, P)
-            arch.sync_threads()
-            # Asked for anew, so that less is kept in registers during the recurrence.
-            column, request = blocks.special("%ctaid.x"), blocks.special("%ctaid.y")
-            tid = blocks.special("%tid.x")
-            rank, head = column % P.split, column // P.split
-            at = Place(tid, tid // 32, tid % 32, rank, head, head * HEAD_DIM + rank * P.rows, A.heads * HEAD_DIM)
-            results = A.out + (Int64(request * P.tokens) * at.D + at.channel) * 2
-            normalize(M, A.eps, results, record, at, P)
+            step_window(A, raw, M, mine, pages, page_bytes, record, own, at, P)
     else:
         arch.cp_async_commit_group()
         arch.cp_async_wait_group(0)
         arch.griddepcontrol_wait()
         arch.griddepcontrol_launch_dependents()
         prologue.store_zeros(results, at, P)
+
+
+class Numbers(NamedTuple):
+    """What the engine says of a request.
+
+    page    slot of its window, and of its first state
+    read    slot of the state that it goes on from
+    start   first entry of its window's history
+    row     of its record, negative for none
+    """
+
+    page: Int32
+    read: Int32
+    start: Int32
+    row: Int32
+
+
+@cute.jit
+def ask_numbers(A: Arguments, request: Int32, lane: Int32, P: cutlass.Constexpr) -> Int32:
+    """Slots on the first lanes, then accepted or the record row.
+
+    One load for all of them, so that none shares a scoreboard with the state, and is waited for with it.
+    """
+    table = A.slots + Int64(request) * A.slots_stride * 4
+    if const_expr(P.kind != "decode"):
+        if lane < P.slot_count:
+            table += Int64(lane) * 4
+        else:
+            table = (A.accepted if const_expr(P.kind == "spec") else A.record_rows) + Int64(request) * 4
+    return blocks.at(Int32, table, Int32(0))
+
+
+@cute.jit
+def numbers_of(mine: Int32, P: cutlass.Constexpr) -> Numbers:
+    """From what `ask_numbers` left on the lanes. By shuffle, even where all lanes hold it: the compiler would move a
+    number known to be uniform to a uniform register as soon as it is loaded, and so wait for it before the copies."""
+    page = arch.shuffle_sync(mine, 0)
+    read, start, row = page, Int32(0), Int32(-1)
+    if const_expr(P.kind == "spec"):
+        start = min(max(arch.shuffle_sync(mine, P.slot_count) - 1, Int32(0)), Int32(P.tokens - 1))
+        read = arch.shuffle_sync(mine, start)
+    if const_expr(P.kind == "record"):
+        row = arch.shuffle_sync(mine, P.slot_count)
+    return Numbers(page, read, start, row)
+
+
+@cute.jit
+def row_of_sums(at: Place, P: cutlass.Constexpr) -> Int32:
+    """Row of the CTA whose sums `product` gives this lane."""
+    return at.warp * P.warp_rows + P.step * (at.lane % P.lanes // P.copies) + at.lane // P.lanes
 
 
 @cute.jit
@@ -317,7 +328,7 @@ def thread_offset(at: Place, P: cutlass.Constexpr) -> Int32:
 
 
 @cute.jit
-def load_weights(A: Arguments, M: cutlass.Constexpr, at: Place, P: cutlass.Constexpr) -> None:
+def load_weights(A: Arguments, M: Smem, at: Place, P: cutlass.Constexpr) -> None:
     quads, tap_bytes, none = P.rows // 4, Int64(at.D) * P.weight_bytes, Int64(0)
     rows = Rows(1, P.rows, HEAD_DIM // UNIT, swizzled=P.gate_mode != 2)
     features = A.f_b + Int64(at.channel) * (2 * HEAD_DIM)
@@ -333,7 +344,7 @@ def load_weights(A: Arguments, M: cutlass.Constexpr, at: Place, P: cutlass.Const
 
 
 @cute.jit
-def ask_state(raw: cute.Tensor, M: cutlass.Constexpr, address: Int64, at: Place, P: cutlass.Constexpr) -> None:
+def ask_state(raw: cute.Tensor, M: Smem, address: Int64, at: Place, P: cutlass.Constexpr) -> None:
     """Start to load this thread's part of a state page; staged, as a group of copies, unless in one with all others."""
     if const_expr(P.staging == "registers"):
         load_state(raw, address, P)
@@ -359,7 +370,7 @@ def load_state(raw: cute.Tensor, address: Int64, P: cutlass.Constexpr) -> None:
 
 
 @cute.jit
-def stage_state(M: cutlass.Constexpr, address: Int64, at: Place, P: cutlass.Constexpr) -> None:
+def stage_state(M: Smem, address: Int64, at: Place, P: cutlass.Constexpr) -> None:
     """This thread's part of a state page to its own cells of shared memory."""
     nbytes = P.vector * P.item_bytes
     base = M.state.iterator.toint() + at.tid * nbytes
@@ -377,7 +388,7 @@ def stage_state(M: cutlass.Constexpr, address: Int64, at: Place, P: cutlass.Cons
 
 
 @cute.jit
-def unstage_state(raw: cute.Tensor, M: cutlass.Constexpr, at: Place, P: cutlass.Constexpr) -> None:
+def unstage_state(raw: cute.Tensor, M: Smem, at: Place, P: cutlass.Constexpr) -> None:
     staged = cute.make_tensor(M.state.iterator, P.stage_layout)
     for j in range_constexpr(P.thread_rows):
         for c in range_constexpr(P.chunks):
@@ -401,7 +412,7 @@ def store_state(S: cute.Tensor, address: Int64, P: cutlass.Constexpr) -> None:
 
 
 @cute.jit
-def gate(M: cutlass.Constexpr, lower_bound: Float32, record: Record, at: Place, P: cutlass.Constexpr) -> None:
+def gate(M: Smem, lower_bound: Float32, record: Record, at: Place, P: cutlass.Constexpr) -> None:
     """This CTA's decays of all tokens, to every CTA; raw gates to the record."""
     exp_A = blocks.exp(M.A_log[0])
     if const_expr(P.gate_mode == 2):
@@ -419,7 +430,7 @@ def gate(M: cutlass.Constexpr, lower_bound: Float32, record: Record, at: Place, 
 
 @cute.jit
 def _gate_dot(
-    M: cutlass.Constexpr,
+    M: Smem,
     t: Int32,
     exp_A: Float32,
     lower_bound: Float32,
@@ -464,9 +475,7 @@ def _gate_dot(
 
 
 @cute.jit
-def _gate_mma(
-    M: cutlass.Constexpr, exp_A: Float32, lower_bound: Float32, record: Record, at: Place, P: cutlass.Constexpr
-) -> None:
+def _gate_mma(M: Smem, exp_A: Float32, lower_bound: Float32, record: Record, at: Place, P: cutlass.Constexpr) -> None:
     """16 features of all tokens on tensor cores; columns past the last token repeat it."""
     g, q = at.lane // 4, at.lane % 4
     # Pairs of columns: (pair of a unit, unit, row); units are swizzled by row % 8.
@@ -517,7 +526,7 @@ def _gate_mma(
 
 
 @cute.jit
-def _send_to(M: cutlass.Constexpr, place: Int32, x: Float32, cta: Int32, P: cutlass.Constexpr) -> None:
+def _send_to(M: Smem, place: Int32, x: Float32, cta: Int32, P: cutlass.Constexpr) -> None:
     """A decay to an element of `vectors` in a CTA of the cluster."""
     if const_expr(P.split == 1):
         M.vectors[place] = x
@@ -533,7 +542,7 @@ def _record_gate(record: Record, t: Int32, feature: Int32, raw: BFloat16, at: Pl
 
 
 @cute.jit
-def convolve(M: cutlass.Constexpr, window: Window, record: Record, at: Place, P: cutlass.Constexpr) -> None:
+def convolve(M: Smem, window: Window, record: Record, at: Place, P: cutlass.Constexpr) -> None:
     """This CTA's channels of q, k, v of all tokens: q and k to every CTA, v to this one; keys to the record.
 
     Thread = two channels of a group of tokens. A window that is copied whole is rolled in shared memory.
@@ -573,7 +582,7 @@ def _convolve_token(
     seen: cute.Tensor,
     weight: cute.Tensor,
     bias: cute.Tensor,
-    M: cutlass.Constexpr,
+    M: Smem,
     record: Record,
     pair: Int32,
     part: Int32,
@@ -614,7 +623,7 @@ def _convolve_token(
 
 
 @cute.jit
-def columns(M: cutlass.Constexpr, part: cutlass.Constexpr, t: Int32, at: Place, P: cutlass.Constexpr) -> cute.Tensor:
+def columns(M: Smem, part: cutlass.Constexpr, t: Int32, at: Place, P: cutlass.Constexpr) -> cute.Tensor:
     """q, k or the decays (part 0, 1, 2) of token t in this lane's columns: [vector, chunks]."""
     vectors = cute.make_tensor(M.vectors.iterator, P.vector_layout)
     x = cute.make_rmem_tensor((P.vector, P.chunks), Float32)
@@ -624,7 +633,7 @@ def columns(M: cutlass.Constexpr, part: cutlass.Constexpr, t: Int32, at: Place, 
 
 
 @cute.jit
-def decayed(M: cutlass.Constexpr, part: cutlass.Constexpr, t: Int32, at: Place, P: cutlass.Constexpr) -> cute.Tensor:
+def decayed(M: Smem, part: cutlass.Constexpr, t: Int32, at: Place, P: cutlass.Constexpr) -> cute.Tensor:
     """q or k of token t times its decays, in this lane's columns: as good as decaying the state that they meet."""
     x, d = columns(M, part, t, at, P), columns(M, 2, t, at, P)
     for c in range_constexpr(P.chunks):
@@ -669,8 +678,60 @@ def update(S: cute.Tensor, k: cute.Tensor, correction: Float32, d: Any, P: cutla
 
 
 @cute.jit
+def step_token(
+    A: Arguments,
+    raw: cute.Tensor,
+    M: Smem,
+    page: Int64,
+    results: Int64,
+    own: Int32,
+    at: Place,
+    P: cutlass.Constexpr,
+) -> None:
+    """A decode from its decays on. raw: this thread's part of the state, which goes to `page`."""
+    S = cute.make_rmem_tensor((P.vector, P.chunks, P.thread_rows), Float32)
+    S.store(raw.load().to(Float32))
+    decay(S, columns(M, 2, Int32(0), at, P), P)
+    if const_expr(P.split > 1):
+        prologue.wait(M, _CHANNELS, P)
+    o = decode(S, M, A.scale, page, own, at, P)
+    normalize_decode(o, M, A.eps, results, own, at, P)
+
+
+@cute.jit
+def step_window(
+    A: Arguments,
+    raw: cute.Tensor,
+    M: Smem,
+    slots: Int32,
+    pages: Int64,
+    page_bytes: Int64,
+    record: Record,
+    own: Int32,
+    at: Place,
+    P: cutlass.Constexpr,
+) -> None:
+    """A spec or record step from its decays on. raw: this thread's part of the state; slots, pages: `recurrence`."""
+    S = cute.make_rmem_tensor((P.vector, P.chunks, P.thread_rows), Float32)
+    if const_expr(P.split > 1):
+        prologue.wait(M, _CHANNELS, P)
+    factors(M, A.scale, at, P)
+    arch.sync_threads()
+    S.store(raw.load().to(Float32))
+    recurrence(S, M, slots, pages, page_bytes, own, at, P)
+    arch.sync_threads()
+    # Asked for anew, so that less is kept in registers during the recurrence.
+    column, request = blocks.special("%ctaid.x"), blocks.special("%ctaid.y")
+    tid = blocks.special("%tid.x")
+    rank, head = column % P.split, column // P.split
+    at = Place(tid, tid // 32, tid % 32, rank, head, head * HEAD_DIM + rank * P.rows, A.heads * HEAD_DIM)
+    results = A.out + (Int64(request * P.tokens) * at.D + at.channel) * 2
+    normalize(M, A.eps, results, record, at, P)
+
+
+@cute.jit
 def decode(
-    S: cute.Tensor, M: cutlass.Constexpr, scale: Float32, page: Int64, own: Int32, at: Place, P: cutlass.Constexpr
+    S: cute.Tensor, M: Smem, scale: Float32, page: Int64, own: Int32, at: Place, P: cutlass.Constexpr
 ) -> Float32:
     """One token, S decayed; the state goes back to its page. Returns o of row `own`, rounded to BF16.
 
@@ -700,13 +761,10 @@ def decode(
 
 @cute.jit
 def normalize_decode(
-    o: Float32, M: cutlass.Constexpr, eps: Float32, results: Int64, own: Int32, at: Place, P: cutlass.Constexpr
+    o: Float32, M: Smem, eps: Float32, results: Int64, own: Int32, at: Place, P: cutlass.Constexpr
 ) -> None:
     gated = M.norm_weight[own] * blocks.sigmoid(M.out_gate[own, 0].to(Float32))
-    if const_expr(P.split > 1):
-        prologue.wait(M, _SQUARES, P)
-    else:
-        arch.sync_threads()
+    prologue.meet(M, _SQUARES, P)
     quads = cute.make_tensor(M.sums.iterator, cute.make_layout((4, P.norm_slots // 4), stride=(1, 4)))
     total = Float32(0)
     for i in range_constexpr(P.norm_slots // 4):
@@ -719,7 +777,7 @@ def normalize_decode(
 
 
 @cute.jit
-def factors(M: cutlass.Constexpr, scale: Float32, at: Place, P: cutlass.Constexpr) -> None:
+def factors(M: Smem, scale: Float32, at: Place, P: cutlass.Constexpr) -> None:
     """Per token rk, rq, (k.q) rk rq and beta; a warp per token."""
     quads = cute.make_tensor(M.vectors.iterator, cute.make_layout((4, 32, 3 * P.tokens), stride=(1, 4, HEAD_DIM)))
     for i in range_constexpr(ceil_div(P.tokens, P.warps)):
@@ -740,7 +798,7 @@ def factors(M: cutlass.Constexpr, scale: Float32, at: Place, P: cutlass.Constexp
 @cute.jit
 def recurrence(
     S: cute.Tensor,
-    M: cutlass.Constexpr,
+    M: Smem,
     slots: Int32,
     pages: Int64,
     page_bytes: Int64,
@@ -779,9 +837,7 @@ def recurrence(
 
 
 @cute.jit
-def normalize(
-    M: cutlass.Constexpr, eps: Float32, results: Int64, record: Record, at: Place, P: cutlass.Constexpr
-) -> None:
+def normalize(M: Smem, eps: Float32, results: Int64, record: Record, at: Place, P: cutlass.Constexpr) -> None:
     """All tokens' outputs, four channels per thread; a token's channels of this CTA lie on neighbouring lanes.
 
     record: the corrections, too.
@@ -837,7 +893,7 @@ def normalize(
 
 
 @cute.jit
-def store_corrections(M: cutlass.Constexpr, record: Record, at: Place, P: cutlass.Constexpr) -> None:
+def store_corrections(M: Smem, record: Record, at: Place, P: cutlass.Constexpr) -> None:
     """This CTA's rows of all tokens, from where v was, four per thread."""
     lanes = P.rows // 4
     quads = cute.make_tensor(
