@@ -17,6 +17,7 @@ from cutlass import BFloat16, Int32, Int64, const_expr, range_constexpr
 
 from kda_kernels.arguments import Arguments
 from kda_kernels.device import blocks
+from kda_kernels.device.smem import Smem
 from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, ceil_div
 
 UNIT = 8
@@ -128,12 +129,21 @@ def join_cluster(barriers: cute.Pointer, received: cutlass.Constexpr, tid: Int32
 
 
 @cute.jit
-def wait(M: cutlass.Constexpr, barrier: cutlass.Constexpr, P: cutlass.Constexpr) -> None:
+def wait(M: Smem, barrier: cutlass.Constexpr, P: cutlass.Constexpr) -> None:
     """Wait for all that the CTAs of the cluster send to one of this CTA's mbarriers."""
     if const_expr(P.spin):
         blocks.poll(M.barriers + barrier, 0)
     else:
         arch.mbarrier_wait(M.barriers + barrier, 0)
+
+
+@cute.jit
+def meet(M: Smem, barrier: cutlass.Constexpr, P: cutlass.Constexpr) -> None:
+    """`wait`, or where a CTA is alone a barrier of its threads."""
+    if const_expr(P.split > 1):
+        wait(M, barrier, P)
+    else:
+        arch.sync_threads()
 
 
 @dataclass(frozen=True)
@@ -222,7 +232,7 @@ def copy_unit(shared: Int32, address: Int64, wide: cutlass.Constexpr) -> None:
 def load_taps(
     copy: cutlass.Constexpr,
     A: Arguments,
-    M: cutlass.Constexpr,
+    M: Smem,
     row_bytes: Int64,
     first: cutlass.Constexpr,
     at: Place,
@@ -256,7 +266,7 @@ def tap_units(P: Any) -> int:
 @cute.jit
 def load_projection(
     copy: cutlass.Constexpr,
-    M: cutlass.Constexpr,
+    M: Smem,
     projected: Int64,
     pitch: Int64,
     at: Place,
@@ -283,7 +293,7 @@ def load_projection(
 
 
 @cute.jit
-def load_beta(M: cutlass.Constexpr, f_a: Int64, row_bytes: Int64, at: Place, P: cutlass.Constexpr) -> None:
+def load_beta(M: Smem, f_a: Int64, row_bytes: Int64, at: Place, P: cutlass.Constexpr) -> None:
     """Of all tokens, by the last threads. f_a: address of the first token's, behind which beta lies."""
     t = P.threads - 1 - at.tid
     if t < P.tokens:
