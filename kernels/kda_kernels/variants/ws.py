@@ -40,12 +40,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
-from kda_kernels import arguments, walk
+from kda_kernels import arguments, step, walk
 from kda_kernels.arguments import Arguments
-from kda_kernels.device import blocks, cubin
+from kda_kernels.device import blocks
 from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import StepOperands
 from kda_kernels.problem import HEAD_DIM, Problem
+from kda_kernels.step import Compiled
 from kda_kernels.variants.ws_plan import (
     BOTTLENECK_STAGES,
     EPILOGUE,
@@ -79,9 +80,6 @@ from kda_kernels.walk import Item
 
 KERNELS = ("kda_ws",)
 
-MIN_LOG_DECAY = -64.0
-"""Record: lower_bound * tokens must not lie below, so that 1 / Gamma and its split stay far inside FP32."""
-
 _EPILOGUE_BARRIER = 1
 
 arch = cute.arch
@@ -105,32 +103,22 @@ class Spec:
     pdl: bool = False
 
 
-@dataclass(frozen=True)
-class Compiled:
-    binary: cubin.Binary
-    plan: Plan
-    sms: int
-    pdl: bool
-
-    @property
-    def resources(self) -> cubin.Resources:
-        return self.binary.resources
-
-
 def plan(problem: Problem, spec: Spec, gpu: Gpu) -> Plan:
     """As many stages of state as fit (at least 2), up to 192 KiB, for record 128 KiB; of results 2 if they fit."""
-    window = spec.window if spec.window is not None else problem.window
+    layout, window = arguments.window_rules(problem, streamable=True, entries=spec.window)
 
     def with_stages(state: int, results: int) -> Plan:
         return Plan(
             kind=problem.kind,
             tokens=problem.tokens,
             state_dtype=problem.state_dtype,
-            layout="rows" if problem.conv_layout == "dim-first" else "taps",
-            window=window if problem.conv_layout == "dim-first" else 0,
+            threads=THREADS,
+            layout=layout,
+            window=window,
+            streamable=True,
+            weight_dtype=spec.conv_weight_dtype,
             gate_mode=spec.gate_mode,
             terms=spec.terms,
-            weight_dtype=spec.conv_weight_dtype,
             state_stages=state,
             result_stages=results,
         )
@@ -144,59 +132,39 @@ def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
     """Why this pair can't run, or None. Pure: no CUDA."""
     if problem.kind not in ("decode", "spec", "record"):
         return f"kind={problem.kind}: only decode, spec and record"
-    for name, value, allowed in (
+    choices = (
         ("gate_mode", spec.gate_mode, (0, 1)),
         ("terms", spec.terms, (1, 2)),
         ("conv_weight_dtype", spec.conv_weight_dtype, ("fp32", "bf16")),
-    ):
-        if value not in allowed:
-            return f"{name}={value!r} is not one of {', '.join(map(str, allowed))}"
+    )
+    if why := step.not_allowed(choices):
+        return why
     if spec.terms == 1 and (problem.kind != "record" or problem.state_dtype == "fp32"):
         return "terms=1: only record with a BF16 state"
-    if spec.window is not None and not problem.tokens + 2 <= spec.window <= 16:
-        return f"window={spec.window} must lie in {problem.tokens + 2}..16"
+    if why := step.window_refused(problem, spec.window):
+        return why
     p = plan(problem, spec, gpu)
-    if p.smem_bytes > gpu.smem_per_block:
-        return f"{p.smem_bytes} bytes of shared memory exceed {gpu.smem_per_block}"
-    return None
+    return step.gate_refused(problem, p.least_log_gate) or step.smem_refused(p.smem_bytes, gpu.smem_per_block)
 
 
 def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
     """From shapes alone; one binary serves all heads, requests and strides. Raises ValueError for unsupported pairs."""
-    reason = unsupported(problem, spec, gpu)
-    if reason is not None:
-        raise ValueError(f"KdaWS: {reason}")
-    p = plan(problem, spec, gpu)
-    binary = cubin.build(
-        _host,
-        lambda: (arguments.placeholder(), p),
-        arch=gpu.arch,
-        threads=THREADS,
-        cluster=1,
-        choices=p,
-    )
-    return Compiled(binary, p, gpu.sms, spec.pdl)
+    step.require("KdaWS", unsupported(problem, spec, gpu))
+    return step.build(_HOST, plan(problem, spec, gpu), spec, gpu)
 
 
 def launch(compiled: Compiled, operands: StepOperands, stream: int) -> None:
     """Enqueue one step. Raises ValueError, naming the operand, for operands that the compiled kernel can't take."""
-    o, p = operands, compiled.plan
-    _check(p, o)
-    per, ctas = walk.schedule(o.A_log.shape[0] * o.slots.shape[0], compiled.sms, least=2)
-    cubin.launcher(compiled.binary).launch((ctas, 1, 1), arguments.values(o, per), stream, compiled.pdl)
+    _check(compiled.plan, operands)
+    items = operands.A_log.shape[0] * operands.slots.shape[0]
+    per, ctas = walk.schedule(items, compiled.sms, least=2)
+    step.enqueue("KdaWS", compiled, operands, stream, (ctas, 1, 1), per)
 
 
 def _check(p: Plan, o: StepOperands) -> None:
-    arguments.check("KdaWS", p, o)
+    """A window's entries are part of the code here, where other kernels take any number up to the plan's."""
     if p.layout == "rows" and o.conv_state.shape[2] != p.window:
         raise ValueError(f"conv_state has {o.conv_state.shape[2]} entries, the compiled kernel takes {p.window}")
-    if p.chunked and o.lower_bound is not None and o.lower_bound * p.tokens < MIN_LOG_DECAY:
-        raise ValueError(f"lower_bound={o.lower_bound} times {p.tokens} tokens is below {MIN_LOG_DECAY}")
-
-
-@cute.jit
-def _host(A: Arguments, P: cutlass.Constexpr) -> None:
-    kda_ws(A, P).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1)
 
 
 @cute.kernel
@@ -242,6 +210,9 @@ def kda_ws(A: Arguments, P: cutlass.Constexpr) -> None:
             record_epilogue(A, M, start, count, thread - 32 * (PROLOGUE + PRODUCT), P)
         else:
             step_epilogue(A, M, start, count, warp - (PROLOGUE + PRODUCT), lane, zero, P)
+
+
+_HOST = step.host_of(kda_ws, carveout=None)
 
 
 @cute.jit

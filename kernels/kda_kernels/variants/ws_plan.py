@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -12,7 +12,8 @@ from cutlass.memory import SmemAllocator
 
 from kda_kernels.arguments import Arguments
 from kda_kernels.device import blocks
-from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, StateDtype, ceil_div
+from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, HISTORY, ceil_div
+from kda_kernels.step import StepPlan
 from kda_kernels.walk import Item
 
 PROLOGUE, PRODUCT, EPILOGUE = 8, 8, 4
@@ -38,7 +39,6 @@ VALUE_STAGES = 3
 BOTTLENECK_STAGES = VALUE_STAGES
 """One more than of the other inputs: who asks for item n+2's then knows that all warps are done with item n-1's."""
 
-HISTORY = CONV_WIDTH - 1
 STEPS = HEAD_DIM // 16  # MMA steps along K
 UNIT = 8  # bf16 elements of a 16-byte copy
 RESULT_PITCH = HEAD_DIM + 4  # pitches that spread an MMA's rows over the banks
@@ -49,45 +49,40 @@ arch = cute.arch
 GMEM = cutlass.AddressSpace.gmem
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What decides the code: the problem's compile-time part and the Spec's. Its repr is the cache key.
+MIN_LOG_DECAY = -64.0
+"""Record: lower_bound * tokens must not lie below, so that 1 / Gamma and its split stay far inside FP32."""
 
-    layout     of the window: rows = dim-first, taps = window-major
-    window     entries of a `rows` window
+
+@dataclass(frozen=True)
+class Plan(StepPlan):
+    """What decides the code: the problem's compile-time part and the Spec's.
+
+    window          all entries of a `rows` window
+    terms           BF16 terms of a record's vectors
+    state_stages    items whose state there is room for
+    result_stages   of what the product hands to the epilogue
     """
 
-    kind: str
-    tokens: int
-    state_dtype: StateDtype
-    layout: Literal["rows", "taps"]
-    window: int
-    gate_mode: int
     terms: int
-    weight_dtype: str
     state_stages: int
     result_stages: int
-    streamable: bool = True
 
     @property
     def chunked(self) -> bool:
         return self.kind == "record"
 
     @property
-    def item_bytes(self) -> int:
-        return 4 if self.state_dtype == "fp32" else 2
+    def ctas_per_sm(self) -> int:
+        return 1
 
     @property
-    def dtype(self) -> Any:
-        return Float32 if self.state_dtype == "fp32" else BFloat16
+    def history(self) -> int:
+        """The last entries of a window that is copied whole are put in front of the inputs too."""
+        return HISTORY
 
     @property
-    def conv_dtype(self) -> Any:
-        return Float32 if self.weight_dtype == "fp32" else BFloat16
-
-    @property
-    def weight_bytes(self) -> int:
-        return 4 if self.weight_dtype == "fp32" else 2
+    def least_log_gate(self) -> float | None:
+        return MIN_LOG_DECAY if self.chunked else None
 
     @property
     def keeps_gate(self) -> bool:
@@ -126,7 +121,7 @@ class Plan:
     @property
     def rows(self) -> int:
         """Rows of inputs: the window's last three, then those of all lanes' tokens."""
-        return HISTORY + 4 * self.lane_tokens
+        return self.history + 4 * self.lane_tokens
 
     @property
     def sums(self) -> int:

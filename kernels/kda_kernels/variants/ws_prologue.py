@@ -16,12 +16,11 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, range_c
 from kda_kernels import walk
 from kda_kernels.arguments import Arguments
 from kda_kernels.device import blocks
-from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, ceil_div
+from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, HISTORY, ceil_div
 from kda_kernels.variants.ws_plan import (
     BOTTLENECK_PITCH,
     BOTTLENECK_STAGES,
     GMEM,
-    HISTORY,
     INPUT_STAGES,
     PROLOGUE,
     STEPS,
@@ -359,19 +358,18 @@ def gate(
         cute.recast_ptr(f_a.iterator, dtype=Uint32),
         cute.make_layout((2, 4, STEPS, P.tokens), stride=(1, 2, 8, BOTTLENECK_PITCH // 2)),
     )
-    chains = 1 if const_expr(P.gate_mode == 0) else 4
     none = (Float32(0), Float32(0), Float32(0), Float32(0))
-    totals = [none for _ in range(chains)]
+    totals = [none for _ in range(P.chains)]
     for i in range_constexpr(STEPS):
         b = cute.make_rmem_tensor(2, Uint32)
         cute.autovec_copy(pairs[None, L.q, i, token], b)
         a = (G.weights[0, 0, i], G.weights[0, 1, i], G.weights[1, 0, i], G.weights[1, 1, i])
-        chain = i * chains // STEPS
+        chain = i * P.chains // STEPS
         totals[chain] = blocks.mma_16816(totals[chain], a, (b[0], b[1]))
     for c in range_constexpr(2):
         for i in range_constexpr(P.lane_tokens):
             total = totals[0][2 * c + i]
-            for chain in range_constexpr(1, chains):
+            for chain in range_constexpr(1, P.chains):
                 total = total + totals[chain][2 * c + i]
             raw[c, i] = total.to(BFloat16)
             logs[c, i] = blocks.log_decay(
