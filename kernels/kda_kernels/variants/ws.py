@@ -45,6 +45,9 @@ from kda_kernels.arguments import Arguments
 from kda_kernels.device import blocks
 from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import StepOperands
+from kda_kernels.parts import chunked
+from kda_kernels.parts.chunked import STEPS
+from kda_kernels.parts.prologue import UNIT
 from kda_kernels.problem import HEAD_DIM, Problem
 from kda_kernels.step import Compiled
 from kda_kernels.variants.ws_plan import (
@@ -55,9 +58,7 @@ from kda_kernels.variants.ws_plan import (
     PROLOGUE,
     REGISTERS,
     RESULT_PITCH,
-    STEPS,
     THREADS,
-    UNIT,
     VALUE_STAGES,
     VECTOR_STAGES,
     Plan,
@@ -66,12 +67,9 @@ from kda_kernels.variants.ws_plan import (
     arrive,
     copy_async,
     fragments_of,
-    get_vector,
     load_numbers,
-    number,
     pages_of,
     place_of,
-    put_vector,
     stage_of,
     turn,
 )
@@ -232,21 +230,6 @@ def set_registers(count: cutlass.Constexpr) -> None:
 
 
 @cute.jit
-def upper_halves(low: Uint32, high: Uint32) -> Uint32:
-    """Two FP32 truncated to BF16 in one word."""
-    return arch.inline_ptx(
-        "prmt.b32 {$w0}, {$r0}, {$r1}, 0x7632;", write_only_types=[Uint32], read_only_args=[low, high]
-    )
-
-
-@cute.jit
-def rest(low: Uint32, high: Uint32) -> Uint32:
-    """What `upper_halves` leaves of two FP32, rounded to BF16, in one word."""
-    mask = Uint32(0xFFFF0000)
-    return blocks.pack(number(low) - number(low & mask), number(high) - number(high & mask))
-
-
-@cute.jit
 def page_of(A: Arguments, base: Int64, slot: Int32, head: Int32, P: cutlass.Constexpr) -> Int64:
     return base + (Int64(slot) * A.state_stride + Int64(head) * (HEAD_DIM * HEAD_DIM)) * P.item_bytes
 
@@ -376,6 +359,15 @@ def vector_of(fragments: cute.Tensor, place: Int32, tile: Any, step: Any) -> cut
 
 
 @cute.jit
+def truncated_off(x: Float32, y: Float32) -> Uint32:
+    """What `chunked.truncated` leaves of two floats, rounded to BF16, as the halves of a word.
+
+    The second term of `chunked.split_truncated`, whose order of instructions schedules this kernel otherwise.
+    """
+    return blocks.pack(x - blocks.high_half(x), y - blocks.high_half(y))
+
+
+@cute.jit
 def operand(
     words: cute.Tensor, j: cutlass.Constexpr, P: cutlass.Constexpr
 ) -> tuple[tuple[Uint32, ...], tuple[Uint32, ...]]:
@@ -383,20 +375,10 @@ def operand(
     if const_expr(P.state_dtype == "bf16"):
         a = (words[2 * j, 0], words[2 * j, 1], words[2 * j + 1, 0], words[2 * j + 1, 1])
         return a, a
-    upper, lower = 2 * j, 2 * j + 1
-    a = (
-        upper_halves(words[0, upper], words[1, upper]),
-        upper_halves(words[0, lower], words[1, lower]),
-        upper_halves(words[2, upper], words[3, upper]),
-        upper_halves(words[2, lower], words[3, lower]),
-    )
-    a_rest = (
-        rest(words[0, upper], words[1, upper]),
-        rest(words[0, lower], words[1, lower]),
-        rest(words[2, upper], words[3, upper]),
-        rest(words[2, lower], words[3, lower]),
-    )
-    return a, a_rest
+    cells = cute.recast_tensor(words, Float32)
+    pairs = [(cells[2 * half, 2 * j + row], cells[2 * half + 1, 2 * j + row]) for half in range(2) for row in range(2)]
+    first = tuple(chunked.truncated(*pair) for pair in pairs)
+    return first, tuple(truncated_off(*pair) for pair in pairs)
 
 
 @cute.jit
@@ -569,7 +551,7 @@ def store_state(S: cute.Tensor, target: Int64, P: cutlass.Constexpr) -> None:
     for unit in range_constexpr(P.units):
         piece = cute.make_rmem_tensor(P.vector, P.dtype)
         piece.store(S[None, unit].load().to(P.dtype))
-        put_vector(piece, target + P.unit_offset(unit))
+        blocks.put_vector(piece, target + P.unit_offset(unit))
 
 
 @cute.jit
@@ -630,7 +612,7 @@ def record_epilogue(
     load_numbers(A, numbers, start, lane, P)
     arch.griddepcontrol_wait()
     arch.griddepcontrol_launch_dependents()
-    gates = get_vector(BFloat16, channels_of(A, start, t, unit * UNIT, P)[0], UNIT)
+    gates = blocks.get_vector(BFloat16, channels_of(A, start, t, unit * UNIT, P)[0], UNIT)
     arch.sync_threads()
 
     item = start
@@ -651,7 +633,7 @@ def record_epilogue(
             substitute(M, results, value_stage, record, A.corrections + kept * 4, tid, P)
             arch.barrier(barrier_id=_EPILOGUE_BARRIER, number_of_threads=32 * EPILOGUE)
             # From L1; over the substitution registers are short.
-            norm = get_vector(Float32, A.norm_weight + Int64(unit) * 32, UNIT)
+            norm = blocks.get_vector(Float32, A.norm_weight + Int64(unit) * 32, UNIT)
             outputs = cute.make_tensor(
                 results.iterator, cute.make_layout((4, 2, 16, P.tokens), stride=(1, 4, UNIT, RESULT_PITCH))
             )
@@ -662,12 +644,12 @@ def record_epilogue(
         arrive(M.results_empty + result_stage)
         arrive(M.values_empty + value_stage)
         if tid < 16 * P.tokens:
-            put_vector(result, target)
+            blocks.put_vector(result, target)
 
         value_stage, _ = advance(value_stage, Int32(0), VALUE_STAGES)
         item = walk.next_item(item, A.heads, A.requests)
         if n + 1 < count:
-            gates.store(get_vector(BFloat16, channels_of(A, item, t, unit * UNIT, P)[0], UNIT).load())
+            gates.store(blocks.get_vector(BFloat16, channels_of(A, item, t, unit * UNIT, P)[0], UNIT).load())
             if (n + 1) % 32 == 0:
                 load_numbers(A, numbers, item, lane, P)
 
@@ -797,7 +779,7 @@ def step_epilogue(
     P: cutlass.Constexpr,
 ) -> None:
     """Warp = every fourth token, lane = four channels."""
-    norm = get_vector(Float32, A.norm_weight + Int64(lane) * 16, 4)
+    norm = blocks.get_vector(Float32, A.norm_weight + Int64(lane) * 16, 4)
     arch.griddepcontrol_wait()
     arch.griddepcontrol_launch_dependents()
     arch.sync_threads()
@@ -808,7 +790,7 @@ def step_epilogue(
         result_stage, result_phase = turn(n, P.result_stages)
         slot, _, _ = pages_of(A, item.request, zero, P)
         tokens = [min(warp + EPILOGUE * i, P.tokens - 1) for i in range((P.tokens + EPILOGUE - 1) // EPILOGUE)]
-        gates = [get_vector(BFloat16, channels_of(A, item, t, 4 * lane, P)[0], 4) for t in tokens]
+        gates = [blocks.get_vector(BFloat16, channels_of(A, item, t, 4 * lane, P)[0], 4) for t in tokens]
         arch.mbarrier_wait(M.results_full + result_stage, result_phase)
         results = cute.make_tensor(
             stage_of(M.results, result_stage, P.result_stages).iterator,
@@ -824,5 +806,5 @@ def step_epilogue(
             normalize(rounded[None, i], gates[i], norm, result, A.eps, 32)
             if slot <= 0:
                 result.fill(BFloat16(0))
-            put_vector(result, channels_of(A, item, tokens[i], 4 * lane, P)[1])
+            blocks.put_vector(result, channels_of(A, item, tokens[i], 4 * lane, P)[1])
         item = walk.next_item(item, A.heads, A.requests)

@@ -12,6 +12,7 @@ from cutlass.memory import SmemAllocator
 
 from kda_kernels.arguments import Arguments
 from kda_kernels.device import blocks
+from kda_kernels.parts.chunked import STEPS
 from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, HISTORY, ceil_div
 from kda_kernels.step import StepPlan
 from kda_kernels.walk import Item
@@ -39,14 +40,11 @@ VALUE_STAGES = 3
 BOTTLENECK_STAGES = VALUE_STAGES
 """One more than of the other inputs: who asks for item n+2's then knows that all warps are done with item n-1's."""
 
-STEPS = HEAD_DIM // 16  # MMA steps along K
-UNIT = 8  # bf16 elements of a 16-byte copy
 RESULT_PITCH = HEAD_DIM + 4  # pitches that spread an MMA's rows over the banks
 BOTTLENECK_PITCH = HEAD_DIM + 16  # of f_a in bf16; behind the 128 elements raw betas of two heads
 _ROW_BYTES = 3 * HEAD_DIM * 2
 
 arch = cute.arch
-GMEM = cutlass.AddressSpace.gmem
 
 
 MIN_LOG_DECAY = -64.0
@@ -356,49 +354,9 @@ def pages_of(A: Arguments, request: Int32, zero: Int32, P: cutlass.Constexpr) ->
 
 
 @cute.jit
-def exp2(x: Float32) -> Float32:
-    return cute.math.exp2(x, approx=True, ftz=True)
-
-
-@cute.jit
-def number(word: Uint32) -> Float32:
-    """The same bits as FP32."""
-    return arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word])
-
-
-@cute.jit
-def lower(word: Uint32) -> Float32:
-    """The lower BF16 of a word."""
-    return number(word << 16)
-
-
-@cute.jit
-def upper(word: Uint32) -> Float32:
-    """The upper BF16 of a word."""
-    return number(word & Uint32(0xFFFF0000))
-
-
-@cute.jit
 def copy_async(shared: Int32, address: Int64) -> None:
     """cp.async of 16 bytes from global memory; L2 fetches the whole 128-byte line, whose rest others ask for."""
     arch.inline_ptx("cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16;", read_only_args=[shared, address])
-
-
-@cute.jit
-def get_vector(dtype: cutlass.Constexpr, address: Int64, count: cutlass.Constexpr) -> cute.Tensor:
-    """Neighbouring elements from global memory to registers, up to 16 bytes at a time."""
-    values = cute.make_rmem_tensor(count, dtype)
-    source = cute.make_ptr(dtype, address, GMEM, assumed_align=min(16, count * dtype.width // 8))
-    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(count)), values)
-    return values
-
-
-@cute.jit
-def put_vector(values: cute.Tensor, address: Int64) -> None:
-    """Neighbouring elements from registers to global memory, in one access."""
-    dtype, count = values.element_type, cute.size(values)
-    target = cute.make_ptr(dtype, address, GMEM, assumed_align=count * dtype.width // 8)
-    cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(count)))
 
 
 @cute.jit
