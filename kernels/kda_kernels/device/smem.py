@@ -60,28 +60,35 @@ class Area:
 Areas = Mapping[str, Area]
 
 
-def sizes(areas: Areas) -> dict[str, int]:
-    """Bytes of each area that has its own, with what aligns the next one. Areas without elements have none."""
+def sizes(areas: Areas, tail: bool = True) -> dict[str, int]:
+    """Bytes of each area that has its own, with what aligns the next one. Areas without elements have none.
+
+    tail   whether the last one too has what would align a next one
+    """
     found: dict[str, int] = {}
     for name, area in areas.items():
         owner = area.inside or name
         found[owner] = max(found.get(owner, 0), area.skip + area.nbytes)
-    return {name: ALIGNMENT * ceil_div(size, ALIGNMENT) for name, size in found.items() if size}
+    aligned = {name: ALIGNMENT * ceil_div(size, ALIGNMENT) for name, size in found.items() if size}
+    if not tail:
+        *_, last = aligned
+        aligned[last] = found[last]
+    return aligned
 
 
-def total(areas: Areas) -> int:
+def total(areas: Areas, tail: bool = True) -> int:
     """Bytes of all areas."""
-    return sum(sizes(areas).values())
+    return sum(sizes(areas, tail).values())
 
 
-def allocate(areas: Areas, align: int = 16) -> Any:
+def allocate(areas: Areas, align: int = 16, tail: bool = True) -> Any:
     """Areas with an allocation for each: with one for all, the compiler allots registers otherwise.
 
     align   that views may assume
     """
     allocator = SmemAllocator()
     starts = {}
-    for name, size in sizes(areas).items():
+    for name, size in sizes(areas, tail).items():
         area = allocator.allocate_tensor(Uint8, cute.make_layout(size), byte_alignment=ALIGNMENT)
         starts[name] = (area.iterator.toint(), 0)
     return _views(areas, starts, align)

@@ -8,10 +8,10 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
-from cutlass.memory import SmemAllocator
 
 from kda_kernels.arguments import Arguments
-from kda_kernels.device import blocks
+from kda_kernels.device import blocks, smem
+from kda_kernels.device.smem import Area
 from kda_kernels.parts.chunked import STEPS
 from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, HISTORY, ceil_div
 from kda_kernels.step import StepPlan
@@ -42,7 +42,6 @@ BOTTLENECK_STAGES = VALUE_STAGES
 
 RESULT_PITCH = HEAD_DIM + 4  # pitches that spread an MMA's rows over the banks
 BOTTLENECK_PITCH = HEAD_DIM + 16  # of f_a in bf16; behind the 128 elements raw betas of two heads
-_ROW_BYTES = 3 * HEAD_DIM * 2
 
 arch = cute.arch
 
@@ -105,7 +104,7 @@ class Plan(StepPlan):
     @property
     def row_pitch(self) -> int:
         """Elements between the first inputs of neighbouring lanes of a group of four: eight banks apart."""
-        return (_ROW_BYTES * self.lane_tokens + 32) // 2
+        return (6 * HEAD_DIM * self.lane_tokens + 32) // 2
 
     @property
     def value_pitch(self) -> int:
@@ -196,32 +195,32 @@ class Plan(StepPlan):
         return BOTTLENECK_STAGES + 2 * VECTOR_STAGES + 2 * self.result_stages + VALUE_STAGES
 
     @property
-    def areas(self) -> dict[str, tuple[int, int]]:
-        """Shared memory by use: stages, and bytes of one, multiples of 32."""
-        last = self.row_place(self.rows - 1)
+    def areas(self) -> dict[str, Area]:
+        """Shared memory, [.., stage]: a stage takes a multiple of 32 bytes."""
+        low, high = self.row_place(self.rows - 1)
+        last_row = low * 3 * HEAD_DIM + high * self.row_pitch
+        words = Uint32 if self.chunked else Float32
+        sums = 8 * ceil_div(self.tokens * self.sum_words, 8)
         areas = {
-            "state": (self.state_stages, HEAD_DIM * HEAD_DIM * self.item_bytes),
-            "inputs": (INPUT_STAGES, last[0] * _ROW_BYTES + last[1] * self.row_pitch * 2 + _ROW_BYTES),
-            "window": (INPUT_STAGES, 3 * HEAD_DIM * self.window * 2),
-            "f_a": (BOTTLENECK_STAGES, self.tokens * BOTTLENECK_PITCH * 2),
-            "taps": (1, 3 * CONV_WIDTH * HEAD_DIM * self.weight_bytes),
-            "bias": (1, 3 * HEAD_DIM * self.weight_bytes),
-            "vectors": (VECTOR_STAGES, self.vector_words * 4),
-            "sums": (self.sum_stages, 32 * ceil_div(self.tokens * self.sum_words, 8)),
-            "results": (self.result_stages, self.result_words * 4),
-            "barriers": (1, 32 * ceil_div(self.barriers, 4)),
+            "state": Area(Uint32, (HEAD_DIM * HEAD_DIM * self.item_bytes // 4, self.state_stages)),
+            "inputs": Area(BFloat16, (last_row + 3 * HEAD_DIM, INPUT_STAGES)),
+            "window": Area(BFloat16, (3 * HEAD_DIM * self.window, INPUT_STAGES)),
+            "f_a": Area(BFloat16, (self.tokens * BOTTLENECK_PITCH, BOTTLENECK_STAGES)),
+            "taps": Area(self.conv_dtype, 3 * CONV_WIDTH * HEAD_DIM),
+            "bias": Area(self.conv_dtype, 3 * HEAD_DIM),
+            "vectors": Area(words, (self.vector_words, VECTOR_STAGES)),
+            "sums": Area(Float32, (sums, self.sum_stages)),
+            "results": Area(Float32, (self.result_words, self.result_stages)),
+            "barriers": Area(Int64, 4 * ceil_div(self.barriers, 4)),
         }
         if self.chunked:
-            areas["values"] = (VALUE_STAGES, 32 * ceil_div(self.tokens * self.value_pitch, 16))
-        return {name: area for name, area in areas.items() if area[1]}
+            v = 16 * ceil_div(self.tokens * self.value_pitch, 16)
+            areas["values"] = Area(BFloat16, (v, VALUE_STAGES))
+        return areas
 
     @property
     def smem_bytes(self) -> int:
-        """All areas, each from a multiple of 128 on."""
-        total = 0
-        for stages, size in self.areas.values():
-            total = 128 * ceil_div(total, 128) + stages * size
-        return total
+        return smem.total(self.areas, tail=False)
 
 
 @dataclass(frozen=True)
@@ -248,26 +247,9 @@ class Shared:
 
 @cute.jit
 def allocate(P: cutlass.Constexpr) -> Shared:
-    smem = SmemAllocator()
-    kinds = {
-        "state": Uint32,
-        "inputs": BFloat16,
-        "window": BFloat16,
-        "f_a": BFloat16,
-        "taps": P.conv_dtype,
-        "bias": P.conv_dtype,
-        "vectors": Uint32 if P.chunked else Float32,
-        "sums": Float32,
-        "results": Float32,
-        "barriers": Int64,
-        "values": BFloat16,
-    }
-    areas: dict[str, Any] = {"window": None, "values": None}
-    for name, (stages, size) in P.areas.items():
-        shape = size // (kinds[name].width // 8)
-        layout = cute.make_layout(shape if stages == 1 else (shape, stages))
-        areas[name] = smem.allocate_tensor(kinds[name], layout, byte_alignment=128)
+    areas = vars(smem.allocate(P.areas, tail=False))
     barriers = areas.pop("barriers").iterator
+    areas.setdefault("values", None)
     vectors = barriers + BOTTLENECK_STAGES
     results = vectors + 2 * VECTOR_STAGES
     return Shared(
@@ -284,8 +266,6 @@ def allocate(P: cutlass.Constexpr) -> Shared:
 @cute.jit
 def stage_of(area: cute.Tensor, stage: Int32, stages: cutlass.Constexpr) -> cute.Tensor:
     """A stage of an area, flat."""
-    if const_expr(stages == 1):
-        return area
     return area[None, stage]
 
 
