@@ -456,8 +456,10 @@ class Tensor:
 
 def _recast(tensor: Tensor, kind: type[Scalar]) -> Tensor:
     pointer = tensor.iterator
-    count = len(tensor.places) * pointer.kind.width // kind.width
-    return Tensor(Pointer(kind, pointer.address, pointer.memory), make_layout(count))
+    layout = tensor.layout
+    if kind.width != pointer.kind.width:
+        layout = make_layout(len(tensor.places) * pointer.kind.width // kind.width)
+    return Tensor(Pointer(kind, pointer.address, pointer.memory), layout)
 
 
 def _copy(source: Tensor, target: Tensor) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import simt
@@ -52,6 +52,8 @@ def problem(tokens: int = 8, kind: Any = None, **sizes: Any) -> Problem:
         (problem(), {"window": 9}, "window=9 must lie in 10..16"),
         (problem(), {"window": 17}, "window=17 must lie in 10..16"),
         (problem(1), {"window": 2}, "window=2 must lie in 3..16"),
+        (problem(8, lower_bound=-8.5), {}, "lower_bound=-8.5 is too low for 8 tokens"),
+        (problem(1, lower_bound=None), {}, "the gate is unbounded"),
     ],
 )
 def test_unsupported(of: Problem, choices: dict[str, Any], reason: str) -> None:
@@ -76,6 +78,11 @@ def test_fits_an_sm(kind: str, tokens: int, dtype: Any, layout: Any) -> None:
     assert p.smem_bytes <= H200.smem_per_block
     assert p.state_stages >= (3 if tokens == 1 else 2)
     assert p.lane_tokens * 4 >= tokens
+
+
+def test_only_the_chunked_form_limits_how_fast_a_state_decays() -> None:
+    assert ws.unsupported(problem(8, lower_bound=-8.0), ws.Spec(), H200) is None
+    assert ws.unsupported(problem(8, "spec", lower_bound=-50.0), ws.Spec(), H200) is None
 
 
 def test_no_group_waits_for_registers_that_nobody_gives_back() -> None:
@@ -586,10 +593,11 @@ def test_launch_passes_addresses_and_sizes(monkeypatch: pytest.MonkeyPatch) -> N
         (lambda o: {"dt_bias": o.dt_bias[:-1]}, "dt_bias"),
     ],
 )
-def test_launch_names_operands_that_do_not_fit(change: Any, named: str) -> None:
+def test_launch_names_operands_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, change: Any, named: str) -> None:
     of = problem(5)
     operands: StepOperands = make_step(of, seed=0, device="cpu", pad=16)
-    p = ws.plan(of, ws.Spec(), H200)
-    ws._check(p, operands)
+    monkeypatch.setattr(cubin, "launcher", lambda _: Recorder())
+    compiled: Any = ws.Compiled(cast("Any", None), ws.plan(of, ws.Spec(), H200), pdl=False, sms=132)
+    ws.launch(compiled, operands, 0)
     with pytest.raises(ValueError, match=f"^{named}[ =]"):
-        ws._check(p, replace(operands, **change(operands)))
+        ws.launch(compiled, replace(operands, **change(operands)), 0)

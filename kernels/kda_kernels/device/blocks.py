@@ -25,6 +25,11 @@ def exp(x: Float32) -> Float32:
 
 
 @cute.jit
+def exp2(x: Float32) -> Float32:
+    return cute.math.exp2(x, approx=True, ftz=True)
+
+
+@cute.jit
 def rsqrt(x: Float32) -> Float32:
     return cute.math.rsqrt(x, approx=True, ftz=True)
 
@@ -52,6 +57,24 @@ def put(dtype: Any, address: Int64, value: Any) -> None:
     """Store one element to global memory."""
     pointer = cute.make_ptr(dtype, address, cutlass.AddressSpace.gmem, assumed_align=dtype.width // 8)
     cute.make_tensor(pointer, cute.make_layout(1))[0] = value
+
+
+@cute.jit
+def get_vector(dtype: Any, address: Int64, count: cutlass.Constexpr) -> cute.Tensor:
+    """Neighbouring elements from global memory to registers, up to 16 bytes at a time."""
+    values = cute.make_rmem_tensor(count, dtype)
+    align = min(16, count * dtype.width // 8)
+    source = cute.make_ptr(dtype, address, cutlass.AddressSpace.gmem, assumed_align=align)
+    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(count)), values)
+    return values
+
+
+@cute.jit
+def put_vector(values: cute.Tensor, address: Int64) -> None:
+    """Neighbouring elements, of 16 bytes at most, from registers to global memory, in one access."""
+    dtype, count = values.element_type, cute.size(values)
+    target = cute.make_ptr(dtype, address, cutlass.AddressSpace.gmem, assumed_align=count * dtype.width // 8)
+    cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(count)))
 
 
 @cute.jit

@@ -146,9 +146,15 @@ def split_rounded(x: Float32, y: Float32) -> tuple[Uint32, Uint32]:
 
 
 @cute.jit
+def truncated(x: Float32, y: Float32) -> Uint32:
+    """Two floats, truncated to BF16, as the halves of a word."""
+    return arch.inline_ptx("prmt.b32 {$w0}, {$r0}, {$r1}, 0x7632;", write_only_types=[Uint32], read_only_args=[x, y])
+
+
+@cute.jit
 def split_truncated(x: Float32, y: Float32) -> tuple[Uint32, Uint32]:
     """The same with hi truncated: 2^-17, and no instruction waits for hi."""
-    high = arch.inline_ptx("prmt.b32 {$w0}, {$r0}, {$r1}, 0x7632;", write_only_types=[Uint32], read_only_args=[x, y])
+    high = truncated(x, y)
     rest_x = arch.inline_ptx("and.b32 {$w0}, {$r0}, 0xffff0000;", write_only_types=[Float32], read_only_args=[x])
     rest_y = arch.inline_ptx("and.b32 {$w0}, {$r0}, 0xffff0000;", write_only_types=[Float32], read_only_args=[y])
     return high, blocks.pack(x - rest_x, y - rest_y)

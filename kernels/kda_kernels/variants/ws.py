@@ -40,12 +40,16 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
-from kda_kernels import arguments, walk
+from kda_kernels import arguments, step, walk
 from kda_kernels.arguments import Arguments
-from kda_kernels.device import blocks, cubin
+from kda_kernels.device import blocks
 from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import StepOperands
+from kda_kernels.parts import chunked
+from kda_kernels.parts.chunked import STEPS
+from kda_kernels.parts.prologue import UNIT
 from kda_kernels.problem import HEAD_DIM, Problem
+from kda_kernels.step import Compiled
 from kda_kernels.variants.ws_plan import (
     BOTTLENECK_STAGES,
     EPILOGUE,
@@ -54,9 +58,7 @@ from kda_kernels.variants.ws_plan import (
     PROLOGUE,
     REGISTERS,
     RESULT_PITCH,
-    STEPS,
     THREADS,
-    UNIT,
     VALUE_STAGES,
     VECTOR_STAGES,
     Plan,
@@ -65,12 +67,9 @@ from kda_kernels.variants.ws_plan import (
     arrive,
     copy_async,
     fragments_of,
-    get_vector,
     load_numbers,
-    number,
     pages_of,
     place_of,
-    put_vector,
     stage_of,
     turn,
 )
@@ -78,9 +77,6 @@ from kda_kernels.variants.ws_prologue import prologue
 from kda_kernels.walk import Item
 
 KERNELS = ("kda_ws",)
-
-MIN_LOG_DECAY = -64.0
-"""Record: lower_bound * tokens must not lie below, so that 1 / Gamma and its split stay far inside FP32."""
 
 _EPILOGUE_BARRIER = 1
 
@@ -105,32 +101,22 @@ class Spec:
     pdl: bool = False
 
 
-@dataclass(frozen=True)
-class Compiled:
-    binary: cubin.Binary
-    plan: Plan
-    sms: int
-    pdl: bool
-
-    @property
-    def resources(self) -> cubin.Resources:
-        return self.binary.resources
-
-
 def plan(problem: Problem, spec: Spec, gpu: Gpu) -> Plan:
     """As many stages of state as fit (at least 2), up to 192 KiB, for record 128 KiB; of results 2 if they fit."""
-    window = spec.window if spec.window is not None else problem.window
+    layout, window = arguments.window_rules(problem, streamable=True, entries=spec.window)
 
     def with_stages(state: int, results: int) -> Plan:
         return Plan(
             kind=problem.kind,
             tokens=problem.tokens,
             state_dtype=problem.state_dtype,
-            layout="rows" if problem.conv_layout == "dim-first" else "taps",
-            window=window if problem.conv_layout == "dim-first" else 0,
+            threads=THREADS,
+            layout=layout,
+            window=window,
+            streamable=True,
+            weight_dtype=spec.conv_weight_dtype,
             gate_mode=spec.gate_mode,
             terms=spec.terms,
-            weight_dtype=spec.conv_weight_dtype,
             state_stages=state,
             result_stages=results,
         )
@@ -144,59 +130,39 @@ def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
     """Why this pair can't run, or None. Pure: no CUDA."""
     if problem.kind not in ("decode", "spec", "record"):
         return f"kind={problem.kind}: only decode, spec and record"
-    for name, value, allowed in (
+    choices = (
         ("gate_mode", spec.gate_mode, (0, 1)),
         ("terms", spec.terms, (1, 2)),
         ("conv_weight_dtype", spec.conv_weight_dtype, ("fp32", "bf16")),
-    ):
-        if value not in allowed:
-            return f"{name}={value!r} is not one of {', '.join(map(str, allowed))}"
+    )
+    if why := step.not_allowed(choices):
+        return why
     if spec.terms == 1 and (problem.kind != "record" or problem.state_dtype == "fp32"):
         return "terms=1: only record with a BF16 state"
-    if spec.window is not None and not problem.tokens + 2 <= spec.window <= 16:
-        return f"window={spec.window} must lie in {problem.tokens + 2}..16"
+    if why := step.window_refused(problem, spec.window):
+        return why
     p = plan(problem, spec, gpu)
-    if p.smem_bytes > gpu.smem_per_block:
-        return f"{p.smem_bytes} bytes of shared memory exceed {gpu.smem_per_block}"
-    return None
+    return step.gate_refused(problem, p.least_log_gate) or step.smem_refused(p.smem_bytes, gpu.smem_per_block)
 
 
 def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
     """From shapes alone; one binary serves all heads, requests and strides. Raises ValueError for unsupported pairs."""
-    reason = unsupported(problem, spec, gpu)
-    if reason is not None:
-        raise ValueError(f"KdaWS: {reason}")
-    p = plan(problem, spec, gpu)
-    binary = cubin.build(
-        _host,
-        lambda: (arguments.placeholder(), p),
-        arch=gpu.arch,
-        threads=THREADS,
-        cluster=1,
-        choices=p,
-    )
-    return Compiled(binary, p, gpu.sms, spec.pdl)
+    step.require("KdaWS", unsupported(problem, spec, gpu))
+    return step.build(_HOST, plan(problem, spec, gpu), spec, gpu)
 
 
 def launch(compiled: Compiled, operands: StepOperands, stream: int) -> None:
     """Enqueue one step. Raises ValueError, naming the operand, for operands that the compiled kernel can't take."""
-    o, p = operands, compiled.plan
-    _check(p, o)
-    per, ctas = walk.schedule(o.A_log.shape[0] * o.slots.shape[0], compiled.sms, least=2)
-    cubin.launcher(compiled.binary).launch((ctas, 1, 1), arguments.values(o, per), stream, compiled.pdl)
+    _check(compiled.plan, operands)
+    items = operands.A_log.shape[0] * operands.slots.shape[0]
+    per, ctas = walk.schedule(items, compiled.sms, least=2)
+    step.enqueue("KdaWS", compiled, operands, stream, (ctas, 1, 1), per)
 
 
 def _check(p: Plan, o: StepOperands) -> None:
-    arguments.check("KdaWS", p, o)
+    """A window's entries are part of the code here, where other kernels take any number up to the plan's."""
     if p.layout == "rows" and o.conv_state.shape[2] != p.window:
         raise ValueError(f"conv_state has {o.conv_state.shape[2]} entries, the compiled kernel takes {p.window}")
-    if p.chunked and o.lower_bound is not None and o.lower_bound * p.tokens < MIN_LOG_DECAY:
-        raise ValueError(f"lower_bound={o.lower_bound} times {p.tokens} tokens is below {MIN_LOG_DECAY}")
-
-
-@cute.jit
-def _host(A: Arguments, P: cutlass.Constexpr) -> None:
-    kda_ws(A, P).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1)
 
 
 @cute.kernel
@@ -244,6 +210,9 @@ def kda_ws(A: Arguments, P: cutlass.Constexpr) -> None:
             step_epilogue(A, M, start, count, warp - (PROLOGUE + PRODUCT), lane, zero, P)
 
 
+_HOST = step.host_of(kda_ws, carveout=None)
+
+
 @cute.jit
 def run_of(A: Arguments, cta: Int32) -> tuple[Item, Int32]:
     """A CTA's first item and how many it has. For each group anew: nothing then stays in registers over all of them."""
@@ -258,21 +227,6 @@ def set_registers(count: cutlass.Constexpr) -> None:
         arch.setmaxregister_increase(count)
     if const_expr(count < LAUNCHED):
         arch.setmaxregister_decrease(count)
-
-
-@cute.jit
-def upper_halves(low: Uint32, high: Uint32) -> Uint32:
-    """Two FP32 truncated to BF16 in one word."""
-    return arch.inline_ptx(
-        "prmt.b32 {$w0}, {$r0}, {$r1}, 0x7632;", write_only_types=[Uint32], read_only_args=[low, high]
-    )
-
-
-@cute.jit
-def rest(low: Uint32, high: Uint32) -> Uint32:
-    """What `upper_halves` leaves of two FP32, rounded to BF16, in one word."""
-    mask = Uint32(0xFFFF0000)
-    return blocks.pack(number(low) - number(low & mask), number(high) - number(high & mask))
 
 
 @cute.jit
@@ -405,6 +359,15 @@ def vector_of(fragments: cute.Tensor, place: Int32, tile: Any, step: Any) -> cut
 
 
 @cute.jit
+def truncated_off(x: Float32, y: Float32) -> Uint32:
+    """What `chunked.truncated` leaves of two floats, rounded to BF16, as the halves of a word.
+
+    The second term of `chunked.split_truncated`, whose order of instructions schedules this kernel otherwise.
+    """
+    return blocks.pack(x - blocks.high_half(x), y - blocks.high_half(y))
+
+
+@cute.jit
 def operand(
     words: cute.Tensor, j: cutlass.Constexpr, P: cutlass.Constexpr
 ) -> tuple[tuple[Uint32, ...], tuple[Uint32, ...]]:
@@ -412,20 +375,10 @@ def operand(
     if const_expr(P.state_dtype == "bf16"):
         a = (words[2 * j, 0], words[2 * j, 1], words[2 * j + 1, 0], words[2 * j + 1, 1])
         return a, a
-    upper, lower = 2 * j, 2 * j + 1
-    a = (
-        upper_halves(words[0, upper], words[1, upper]),
-        upper_halves(words[0, lower], words[1, lower]),
-        upper_halves(words[2, upper], words[3, upper]),
-        upper_halves(words[2, lower], words[3, lower]),
-    )
-    a_rest = (
-        rest(words[0, upper], words[1, upper]),
-        rest(words[0, lower], words[1, lower]),
-        rest(words[2, upper], words[3, upper]),
-        rest(words[2, lower], words[3, lower]),
-    )
-    return a, a_rest
+    cells = cute.recast_tensor(words, Float32)
+    pairs = [(cells[2 * half, 2 * j + row], cells[2 * half + 1, 2 * j + row]) for half in range(2) for row in range(2)]
+    first = tuple(chunked.truncated(*pair) for pair in pairs)
+    return first, tuple(truncated_off(*pair) for pair in pairs)
 
 
 @cute.jit
@@ -598,7 +551,7 @@ def store_state(S: cute.Tensor, target: Int64, P: cutlass.Constexpr) -> None:
     for unit in range_constexpr(P.units):
         piece = cute.make_rmem_tensor(P.vector, P.dtype)
         piece.store(S[None, unit].load().to(P.dtype))
-        put_vector(piece, target + P.unit_offset(unit))
+        blocks.put_vector(piece, target + P.unit_offset(unit))
 
 
 @cute.jit
@@ -659,7 +612,7 @@ def record_epilogue(
     load_numbers(A, numbers, start, lane, P)
     arch.griddepcontrol_wait()
     arch.griddepcontrol_launch_dependents()
-    gates = get_vector(BFloat16, channels_of(A, start, t, unit * UNIT, P)[0], UNIT)
+    gates = blocks.get_vector(BFloat16, channels_of(A, start, t, unit * UNIT, P)[0], UNIT)
     arch.sync_threads()
 
     item = start
@@ -680,7 +633,7 @@ def record_epilogue(
             substitute(M, results, value_stage, record, A.corrections + kept * 4, tid, P)
             arch.barrier(barrier_id=_EPILOGUE_BARRIER, number_of_threads=32 * EPILOGUE)
             # From L1; over the substitution registers are short.
-            norm = get_vector(Float32, A.norm_weight + Int64(unit) * 32, UNIT)
+            norm = blocks.get_vector(Float32, A.norm_weight + Int64(unit) * 32, UNIT)
             outputs = cute.make_tensor(
                 results.iterator, cute.make_layout((4, 2, 16, P.tokens), stride=(1, 4, UNIT, RESULT_PITCH))
             )
@@ -691,12 +644,12 @@ def record_epilogue(
         arrive(M.results_empty + result_stage)
         arrive(M.values_empty + value_stage)
         if tid < 16 * P.tokens:
-            put_vector(result, target)
+            blocks.put_vector(result, target)
 
         value_stage, _ = advance(value_stage, Int32(0), VALUE_STAGES)
         item = walk.next_item(item, A.heads, A.requests)
         if n + 1 < count:
-            gates.store(get_vector(BFloat16, channels_of(A, item, t, unit * UNIT, P)[0], UNIT).load())
+            gates.store(blocks.get_vector(BFloat16, channels_of(A, item, t, unit * UNIT, P)[0], UNIT).load())
             if (n + 1) % 32 == 0:
                 load_numbers(A, numbers, item, lane, P)
 
@@ -826,7 +779,7 @@ def step_epilogue(
     P: cutlass.Constexpr,
 ) -> None:
     """Warp = every fourth token, lane = four channels."""
-    norm = get_vector(Float32, A.norm_weight + Int64(lane) * 16, 4)
+    norm = blocks.get_vector(Float32, A.norm_weight + Int64(lane) * 16, 4)
     arch.griddepcontrol_wait()
     arch.griddepcontrol_launch_dependents()
     arch.sync_threads()
@@ -837,7 +790,7 @@ def step_epilogue(
         result_stage, result_phase = turn(n, P.result_stages)
         slot, _, _ = pages_of(A, item.request, zero, P)
         tokens = [min(warp + EPILOGUE * i, P.tokens - 1) for i in range((P.tokens + EPILOGUE - 1) // EPILOGUE)]
-        gates = [get_vector(BFloat16, channels_of(A, item, t, 4 * lane, P)[0], 4) for t in tokens]
+        gates = [blocks.get_vector(BFloat16, channels_of(A, item, t, 4 * lane, P)[0], 4) for t in tokens]
         arch.mbarrier_wait(M.results_full + result_stage, result_phase)
         results = cute.make_tensor(
             stage_of(M.results, result_stage, P.result_stages).iterator,
@@ -853,5 +806,5 @@ def step_epilogue(
             normalize(rounded[None, i], gates[i], norm, result, A.eps, 32)
             if slot <= 0:
                 result.fill(BFloat16(0))
-            put_vector(result, channels_of(A, item, tokens[i], 4 * lane, P)[1])
+            blocks.put_vector(result, channels_of(A, item, tokens[i], 4 * lane, P)[1])
         item = walk.next_item(item, A.heads, A.requests)

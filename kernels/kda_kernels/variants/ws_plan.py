@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
-from cutlass.memory import SmemAllocator
 
 from kda_kernels.arguments import Arguments
-from kda_kernels.device import blocks
-from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, StateDtype, ceil_div
+from kda_kernels.device import blocks, smem
+from kda_kernels.device.smem import Area
+from kda_kernels.parts.chunked import STEPS
+from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, HISTORY, ceil_div
+from kda_kernels.step import StepPlan
 from kda_kernels.walk import Item
 
 PROLOGUE, PRODUCT, EPILOGUE = 8, 8, 4
@@ -38,56 +40,46 @@ VALUE_STAGES = 3
 BOTTLENECK_STAGES = VALUE_STAGES
 """One more than of the other inputs: who asks for item n+2's then knows that all warps are done with item n-1's."""
 
-HISTORY = CONV_WIDTH - 1
-STEPS = HEAD_DIM // 16  # MMA steps along K
-UNIT = 8  # bf16 elements of a 16-byte copy
 RESULT_PITCH = HEAD_DIM + 4  # pitches that spread an MMA's rows over the banks
 BOTTLENECK_PITCH = HEAD_DIM + 16  # of f_a in bf16; behind the 128 elements raw betas of two heads
-_ROW_BYTES = 3 * HEAD_DIM * 2
 
 arch = cute.arch
-GMEM = cutlass.AddressSpace.gmem
+
+
+MIN_LOG_DECAY = -64.0
+"""Record: lower_bound * tokens must not lie below, so that 1 / Gamma and its split stay far inside FP32."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What decides the code: the problem's compile-time part and the Spec's. Its repr is the cache key.
+class Plan(StepPlan):
+    """What decides the code: the problem's compile-time part and the Spec's.
 
-    layout     of the window: rows = dim-first, taps = window-major
-    window     entries of a `rows` window
+    window          all entries of a `rows` window
+    terms           BF16 terms of a record's vectors
+    state_stages    items whose state there is room for
+    result_stages   of what the product hands to the epilogue
     """
 
-    kind: str
-    tokens: int
-    state_dtype: StateDtype
-    layout: Literal["rows", "taps"]
-    window: int
-    gate_mode: int
     terms: int
-    weight_dtype: str
     state_stages: int
     result_stages: int
-    streamable: bool = True
 
     @property
     def chunked(self) -> bool:
         return self.kind == "record"
 
     @property
-    def item_bytes(self) -> int:
-        return 4 if self.state_dtype == "fp32" else 2
+    def ctas_per_sm(self) -> int:
+        return 1
 
     @property
-    def dtype(self) -> Any:
-        return Float32 if self.state_dtype == "fp32" else BFloat16
+    def history(self) -> int:
+        """The last entries of a window that is copied whole are put in front of the inputs too."""
+        return HISTORY
 
     @property
-    def conv_dtype(self) -> Any:
-        return Float32 if self.weight_dtype == "fp32" else BFloat16
-
-    @property
-    def weight_bytes(self) -> int:
-        return 4 if self.weight_dtype == "fp32" else 2
+    def least_log_gate(self) -> float | None:
+        return MIN_LOG_DECAY if self.chunked else None
 
     @property
     def keeps_gate(self) -> bool:
@@ -112,7 +104,7 @@ class Plan:
     @property
     def row_pitch(self) -> int:
         """Elements between the first inputs of neighbouring lanes of a group of four: eight banks apart."""
-        return (_ROW_BYTES * self.lane_tokens + 32) // 2
+        return (6 * HEAD_DIM * self.lane_tokens + 32) // 2
 
     @property
     def value_pitch(self) -> int:
@@ -126,7 +118,7 @@ class Plan:
     @property
     def rows(self) -> int:
         """Rows of inputs: the window's last three, then those of all lanes' tokens."""
-        return HISTORY + 4 * self.lane_tokens
+        return self.history + 4 * self.lane_tokens
 
     @property
     def sums(self) -> int:
@@ -203,32 +195,32 @@ class Plan:
         return BOTTLENECK_STAGES + 2 * VECTOR_STAGES + 2 * self.result_stages + VALUE_STAGES
 
     @property
-    def areas(self) -> dict[str, tuple[int, int]]:
-        """Shared memory by use: stages, and bytes of one, multiples of 32."""
-        last = self.row_place(self.rows - 1)
+    def areas(self) -> dict[str, Area]:
+        """Shared memory, [.., stage]: a stage takes a multiple of 32 bytes."""
+        low, high = self.row_place(self.rows - 1)
+        last_row = low * 3 * HEAD_DIM + high * self.row_pitch
+        words = Uint32 if self.chunked else Float32
+        sums = 8 * ceil_div(self.tokens * self.sum_words, 8)
         areas = {
-            "state": (self.state_stages, HEAD_DIM * HEAD_DIM * self.item_bytes),
-            "inputs": (INPUT_STAGES, last[0] * _ROW_BYTES + last[1] * self.row_pitch * 2 + _ROW_BYTES),
-            "window": (INPUT_STAGES, 3 * HEAD_DIM * self.window * 2),
-            "f_a": (BOTTLENECK_STAGES, self.tokens * BOTTLENECK_PITCH * 2),
-            "taps": (1, 3 * CONV_WIDTH * HEAD_DIM * self.weight_bytes),
-            "bias": (1, 3 * HEAD_DIM * self.weight_bytes),
-            "vectors": (VECTOR_STAGES, self.vector_words * 4),
-            "sums": (self.sum_stages, 32 * ceil_div(self.tokens * self.sum_words, 8)),
-            "results": (self.result_stages, self.result_words * 4),
-            "barriers": (1, 32 * ceil_div(self.barriers, 4)),
+            "state": Area(Uint32, (HEAD_DIM * HEAD_DIM * self.item_bytes // 4, self.state_stages)),
+            "inputs": Area(BFloat16, (last_row + 3 * HEAD_DIM, INPUT_STAGES)),
+            "window": Area(BFloat16, (3 * HEAD_DIM * self.window, INPUT_STAGES)),
+            "f_a": Area(BFloat16, (self.tokens * BOTTLENECK_PITCH, BOTTLENECK_STAGES)),
+            "taps": Area(self.conv_dtype, 3 * CONV_WIDTH * HEAD_DIM),
+            "bias": Area(self.conv_dtype, 3 * HEAD_DIM),
+            "vectors": Area(words, (self.vector_words, VECTOR_STAGES)),
+            "sums": Area(Float32, (sums, self.sum_stages)),
+            "results": Area(Float32, (self.result_words, self.result_stages)),
+            "barriers": Area(Int64, 4 * ceil_div(self.barriers, 4)),
         }
         if self.chunked:
-            areas["values"] = (VALUE_STAGES, 32 * ceil_div(self.tokens * self.value_pitch, 16))
-        return {name: area for name, area in areas.items() if area[1]}
+            v = 16 * ceil_div(self.tokens * self.value_pitch, 16)
+            areas["values"] = Area(BFloat16, (v, VALUE_STAGES))
+        return areas
 
     @property
     def smem_bytes(self) -> int:
-        """All areas, each from a multiple of 128 on."""
-        total = 0
-        for stages, size in self.areas.values():
-            total = 128 * ceil_div(total, 128) + stages * size
-        return total
+        return smem.total(self.areas, tail=False)
 
 
 @dataclass(frozen=True)
@@ -255,26 +247,9 @@ class Shared:
 
 @cute.jit
 def allocate(P: cutlass.Constexpr) -> Shared:
-    smem = SmemAllocator()
-    kinds = {
-        "state": Uint32,
-        "inputs": BFloat16,
-        "window": BFloat16,
-        "f_a": BFloat16,
-        "taps": P.conv_dtype,
-        "bias": P.conv_dtype,
-        "vectors": Uint32 if P.chunked else Float32,
-        "sums": Float32,
-        "results": Float32,
-        "barriers": Int64,
-        "values": BFloat16,
-    }
-    areas: dict[str, Any] = {"window": None, "values": None}
-    for name, (stages, size) in P.areas.items():
-        shape = size // (kinds[name].width // 8)
-        layout = cute.make_layout(shape if stages == 1 else (shape, stages))
-        areas[name] = smem.allocate_tensor(kinds[name], layout, byte_alignment=128)
+    areas = vars(smem.allocate(P.areas, tail=False))
     barriers = areas.pop("barriers").iterator
+    areas.setdefault("values", None)
     vectors = barriers + BOTTLENECK_STAGES
     results = vectors + 2 * VECTOR_STAGES
     return Shared(
@@ -291,8 +266,6 @@ def allocate(P: cutlass.Constexpr) -> Shared:
 @cute.jit
 def stage_of(area: cute.Tensor, stage: Int32, stages: cutlass.Constexpr) -> cute.Tensor:
     """A stage of an area, flat."""
-    if const_expr(stages == 1):
-        return area
     return area[None, stage]
 
 
@@ -361,49 +334,9 @@ def pages_of(A: Arguments, request: Int32, zero: Int32, P: cutlass.Constexpr) ->
 
 
 @cute.jit
-def exp2(x: Float32) -> Float32:
-    return cute.math.exp2(x, approx=True, ftz=True)
-
-
-@cute.jit
-def number(word: Uint32) -> Float32:
-    """The same bits as FP32."""
-    return arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word])
-
-
-@cute.jit
-def lower(word: Uint32) -> Float32:
-    """The lower BF16 of a word."""
-    return number(word << 16)
-
-
-@cute.jit
-def upper(word: Uint32) -> Float32:
-    """The upper BF16 of a word."""
-    return number(word & Uint32(0xFFFF0000))
-
-
-@cute.jit
 def copy_async(shared: Int32, address: Int64) -> None:
     """cp.async of 16 bytes from global memory; L2 fetches the whole 128-byte line, whose rest others ask for."""
     arch.inline_ptx("cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16;", read_only_args=[shared, address])
-
-
-@cute.jit
-def get_vector(dtype: cutlass.Constexpr, address: Int64, count: cutlass.Constexpr) -> cute.Tensor:
-    """Neighbouring elements from global memory to registers, up to 16 bytes at a time."""
-    values = cute.make_rmem_tensor(count, dtype)
-    source = cute.make_ptr(dtype, address, GMEM, assumed_align=min(16, count * dtype.width // 8))
-    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(count)), values)
-    return values
-
-
-@cute.jit
-def put_vector(values: cute.Tensor, address: Int64) -> None:
-    """Neighbouring elements from registers to global memory, in one access."""
-    dtype, count = values.element_type, cute.size(values)
-    target = cute.make_ptr(dtype, address, GMEM, assumed_align=count * dtype.width // 8)
-    cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(count)))
 
 
 @cute.jit

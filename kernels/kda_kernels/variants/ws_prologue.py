@@ -16,32 +16,26 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, range_c
 from kda_kernels import walk
 from kda_kernels.arguments import Arguments
 from kda_kernels.device import blocks
-from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, ceil_div
+from kda_kernels.parts import chunked
+from kda_kernels.parts.chunked import GMEM, STEPS
+from kda_kernels.parts.prologue import UNIT
+from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, HISTORY, ceil_div
 from kda_kernels.variants.ws_plan import (
     BOTTLENECK_PITCH,
     BOTTLENECK_STAGES,
-    GMEM,
-    HISTORY,
     INPUT_STAGES,
     PROLOGUE,
-    STEPS,
-    UNIT,
     VALUE_STAGES,
     VECTOR_STAGES,
     advance,
     arrive,
     copy_async,
-    exp2,
     fragment_of,
     fragments_of,
-    get_vector,
     load_numbers,
-    lower,
     place_of,
-    put_vector,
     stage_of,
     turn,
-    upper,
 )
 from kda_kernels.walk import Item
 
@@ -218,7 +212,7 @@ def load_gate(A: Arguments, G: Gate, head: Int32, zero: Int32, L: Lane) -> None:
     for step in range_constexpr(STEPS):
         for i in range_constexpr(2):
             cute.autovec_copy(part[None, i, step], G.weights[None, i, step])
-    cute.autovec_copy(get_vector(Float32, A.dt_bias + Int64(feature) * 4, 2), G.biases)
+    cute.autovec_copy(blocks.get_vector(Float32, A.dt_bias + Int64(feature) * 4, 2), G.biases)
     G.rate[0] = blocks.exp(blocks.at(Float32, A.A_log, head + zero))
 
 
@@ -359,19 +353,18 @@ def gate(
         cute.recast_ptr(f_a.iterator, dtype=Uint32),
         cute.make_layout((2, 4, STEPS, P.tokens), stride=(1, 2, 8, BOTTLENECK_PITCH // 2)),
     )
-    chains = 1 if const_expr(P.gate_mode == 0) else 4
     none = (Float32(0), Float32(0), Float32(0), Float32(0))
-    totals = [none for _ in range(chains)]
+    totals = [none for _ in range(P.chains)]
     for i in range_constexpr(STEPS):
         b = cute.make_rmem_tensor(2, Uint32)
         cute.autovec_copy(pairs[None, L.q, i, token], b)
         a = (G.weights[0, 0, i], G.weights[0, 1, i], G.weights[1, 0, i], G.weights[1, 1, i])
-        chain = i * chains // STEPS
+        chain = i * P.chains // STEPS
         totals[chain] = blocks.mma_16816(totals[chain], a, (b[0], b[1]))
     for c in range_constexpr(2):
         for i in range_constexpr(P.lane_tokens):
             total = totals[0][2 * c + i]
-            for chain in range_constexpr(1, chains):
+            for chain in range_constexpr(1, P.chains):
                 total = total + totals[chain][2 * c + i]
             raw[c, i] = total.to(BFloat16)
             logs[c, i] = blocks.log_decay(
@@ -504,16 +497,17 @@ def record_vectors(
     for i in range_constexpr(P.lane_tokens):
         t = P.lane_tokens * L.q + i
         place = place_of(t * 4 + column)
-        low, high = lower(k[i]), upper(k[i])
+        low, high = blocks.low_half(k[i]), blocks.high_half(k[i])
         squares[i] = low * low + high * high
-        put_pair(low * exp2(-logs[0, i]), high * exp2(-logs[1, i]), fragments[None, half, place, P.tiles, step])
-        gamma_low, gamma_high = exp2(logs[0, i]), exp2(logs[1, i])
+        over_low, over_high = low * blocks.exp2(-logs[0, i]), high * blocks.exp2(-logs[1, i])
+        put_pair(over_low, over_high, fragments[None, half, place, P.tiles, step])
+        gamma_low, gamma_high = blocks.exp2(logs[0, i]), blocks.exp2(logs[1, i])
         put_pair(low * gamma_low, high * gamma_high, fragments[None, half, place, 0, step])
         if work.record >= 0 and t < P.tokens:
             address = kept + Int64(t * (2 * HEAD_DIM)) * 2
             blocks.put(Uint32, address, k[i])
-            put_vector(raw[None, i], address + 2 * HEAD_DIM)
-        low, high = lower(q[i]), upper(q[i])
+            blocks.put_vector(raw[None, i], address + 2 * HEAD_DIM)
+        low, high = blocks.low_half(q[i]), blocks.high_half(q[i])
         squares[P.lane_tokens + i] = low * low + high * high
         if const_expr(P.tiles == 1):
             place = place_of((4 + t) * 4 + column)
@@ -525,8 +519,7 @@ def record_vectors(
 def put_pair(low: Float32, high: Float32, words: cute.Tensor) -> None:
     """Two columns of a vector as a word of first terms and one of second terms."""
     terms = cute.make_rmem_tensor(2, Uint32)
-    terms[0] = blocks.pack(low, high)
-    terms[1] = blocks.pack(low - lower(terms[0]), high - upper(terms[0]))
+    terms[0], terms[1] = chunked.split_rounded(low, high)
     cute.autovec_copy(terms, words)
 
 
@@ -553,8 +546,8 @@ def step_vectors(
         t = P.lane_tokens * L.q + i
         vectors = cute.make_rmem_tensor((2, 5), Float32)
         for c in range_constexpr(2):
-            q, k, v = [lower(part[i]) if const_expr(c == 0) else upper(part[i]) for part in parts]
-            d = exp2(logs[c, i])
+            q, k, v = [blocks.low_half(part[i]) if const_expr(c == 0) else blocks.high_half(part[i]) for part in parts]
+            d = blocks.exp2(logs[c, i])
             vectors[c, 0], vectors[c, 1], vectors[c, 2], vectors[c, 3], vectors[c, 4] = d * k, d * q, d, k, v
             products[i] += k * k
             products[P.lane_tokens + i] += q * q
@@ -606,7 +599,7 @@ def store_window(A: Arguments, window: cute.Tensor, work: Work, L: Lane, P: cutl
         target = page + Int64(work.head) * (HEAD_DIM * P.window * 2) + unit * 16
         if L.number < 2 * P.window:
             for part in range_constexpr(3):
-                store_unit(units[None, unit, part], target + D * (part * P.window * 2))
+                blocks.copy_out(units[None, unit, part].iterator.toint(), target + D * (part * P.window * 2))
     else:
         inputs = cute.make_tensor(
             window.iterator,
@@ -621,12 +614,4 @@ def store_window(A: Arguments, window: cute.Tensor, work: Work, L: Lane, P: cutl
                 low, high = P.row_place(entry + 1)
                 own = L.warp * 2 + unit
                 target = page + (Int64(entry) * A.tap_stride + D * part + work.head * HEAD_DIM + own * UNIT) * 2
-                store_unit(inputs[None, own, part, low, high], target)
-
-
-@cute.jit
-def store_unit(unit: cute.Tensor, address: Int64) -> None:
-    """16 bytes from shared to global memory."""
-    values = cute.make_rmem_tensor(UNIT, BFloat16)
-    cute.autovec_copy(unit, values)
-    put_vector(values, address)
+                blocks.copy_out(inputs[None, own, part, low, high].iterator.toint(), target)
