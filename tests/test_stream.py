@@ -18,7 +18,7 @@ from compiled import Recorder, items_of_part, sass_of
 
 from kda_kernels import walk
 from kda_kernels.arguments import Arguments
-from kda_kernels.device import cubin
+from kda_kernels.device import cubin, smem
 from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import make_step
 from kda_kernels.problem import HEAD_DIM, Problem
@@ -69,7 +69,8 @@ def test_two_ctas_fit_an_sm(dtype: str, layout: str, window: int | None) -> None
         assert stream.unsupported(of, spec, H200) is None
         p = stream.plan(of, spec)
         assert 2 * (p.smem_bytes + 1024) <= 233_472
-        assert all(size % 128 == 0 for size in (*p.areas.values(), *p.stage_areas.values()))
+        sizes = smem.sizes(p.areas) | smem.sizes(p.stage_areas)
+        assert all(size % 128 == 0 for size in sizes.values())
         assert p.stages == 2 or kind != "decode"
 
 
@@ -343,7 +344,7 @@ def test_launch_passes_addresses_and_sizes(monkeypatch: pytest.MonkeyPatch) -> N
 def test_launch_refuses_operands_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, change: Any, reason: str) -> None:
     monkeypatch.setattr(cubin, "launcher", lambda _: Recorder())
     of = problem()
-    compiled = stream.Compiled(None, stream.plan(of, stream.Spec()), 132, False)  # type: ignore[arg-type]
+    compiled = stream.Compiled(None, stream.plan(of, stream.Spec()), pdl=False, sms=132)  # type: ignore[arg-type]
     operands = make_step(of, seed=1, device="cpu")
     stream.launch(compiled, operands, 0)
     with pytest.raises(ValueError, match=reason):

@@ -315,7 +315,7 @@ def kda_fused_ws(A: Arguments, P: cutlass.Constexpr) -> None:
     numbers = blocks.at(Int32, stream.number_address(A, item.request, min(at.lane, 1), P), Int32(0))
     M = allocate(P)
     stream.ask_constants(A, M, at, P)
-    stream.ask_parameters(A, M, M, item, count > 0, count > 1, at, P)
+    stream.ask_parameters(A, M, item, count > 0, count > 1, at, P)
     gate_weights = cute.make_rmem_tensor(gate_product.WEIGHTS, Uint32)
     taps = cute.make_rmem_tensor((2, CONV_WIDTH + 1), P.conv_dtype)
     if const_expr(P.ahead):
@@ -472,7 +472,7 @@ def ask_next(
     """
     if left > 0:
         later = stream.after(A, item)
-        stream.ask_parameters(A, M, M, later, later.head != item.head, left > 1, at, P)
+        stream.ask_parameters(A, M, later, later.head != item.head, left > 1, at, P)
         n = fused.clamped(pending, P)
         asked = n if const_expr(P.records == "pending") else Int32(P.tokens)
         ask_request(A, M, request, later.head, n, asked, at, P)

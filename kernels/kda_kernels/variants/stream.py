@@ -31,29 +31,30 @@ Source: docs/operation.md, "The mathematics, per item" and "The same, chunked".
 # ruff: noqa: SIM102
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, make_dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
-from cutlass.memory import SmemAllocator
 
-from kda_kernels import arguments, walk
+from kda_kernels import arguments, step, walk
 from kda_kernels.arguments import Arguments
-from kda_kernels.device import blocks, cubin
+from kda_kernels.device import blocks, smem
 from kda_kernels.device.gpu import Gpu
+from kda_kernels.device.smem import Area, Smem
 from kda_kernels.operands import StepOperands
 from kda_kernels.parts import chunked, conv_window, gate_product, prologue, state_rows
 from kda_kernels.parts.conv_window import Window
-from kda_kernels.parts.prologue import ALIGNMENT, UNIT, Operands
+from kda_kernels.parts.prologue import UNIT
 from kda_kernels.parts.state_rows import COLUMNS, HALF_WARP, LANES, PIECE_ROWS
 from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, HISTORY, Problem, ceil_div
+from kda_kernels.step import Compiled
 
 KERNELS = ("kda_stream",)
 
 CTAS_PER_SM = 2
-SMEM_BYTES = prologue.SM_SMEM // CTAS_PER_SM - prologue.RESERVED_SMEM
+SMEM_BYTES = smem.SM_BYTES // CTAS_PER_SM - smem.RESERVED_BYTES
 """Shared memory of a CTA, so that two fit an SM."""
 
 _THREADS = 32 * chunked.WARPS
@@ -93,13 +94,12 @@ class Spec:
 
 @dataclass(frozen=True)
 class Plan(chunked.Shape):
-    """What decides the code: the problem's compile-time part and the Spec's. Its repr is the cache key.
+    """What decides the code.
 
+    stages        of operands
     taps_shared   convolution weights wait in cells of shared memory that are private to the threads, not in registers
     """
 
-    kind: str
-    gate_mode: int
     stages: int
     taps_shared: bool
     ahead: bool
@@ -107,8 +107,12 @@ class Plan(chunked.Shape):
     hints: bool
 
     @property
-    def chains(self) -> int:
-        return 1 if self.gate_mode == 0 else HEAD_DIM // chunked.WARPS // 2 // PIECE_ROWS
+    def ctas_per_sm(self) -> int:
+        return CTAS_PER_SM
+
+    @property
+    def least_log_gate(self) -> float | None:
+        return chunked.MIN_LOG_GAMMA if self.kind == "record" else None
 
     @property
     def groups(self) -> int:
@@ -126,65 +130,62 @@ class Plan(chunked.Shape):
         return {"decode": 1, "record": 2}.get(self.kind, self.tokens + 1)
 
     @property
-    def stage_areas(self) -> dict[str, int]:
-        """Bytes of an item's operands."""
-        areas = {
-            "x": 6 * HEAD_DIM * (self.history + self.tokens),
-            "f_a": 2 * HEAD_DIM * self.tokens,
-            "out_gate": 2 * HEAD_DIM * self.tokens,
-            "window": 6 * HEAD_DIM * self.window,
-            "dt_bias": 4 * HEAD_DIM,
-            "A_log": 4,
-            "beta": 4 * self.tokens,
-            "numbers": 4 * self.numbers,
+    def stage_areas(self) -> dict[str, Area]:
+        """An item's operands, and the numbers of the item after."""
+        tokens = self.tokens
+        x = Area(BFloat16, (HEAD_DIM, 3, self.history + tokens))
+        window = Area(BFloat16, 3 * HEAD_DIM * self.window)
+        return {
+            "x": x,
+            "f_a": Area(BFloat16, tokens * HEAD_DIM),
+            "out_gate": Area(BFloat16, (HEAD_DIM, tokens)),
+            "window": window if self.layout == "rows" else replace(x, inside="x"),
+            "dt_bias": Area(Float32, HEAD_DIM),
+            "A_log": Area(Float32, 1),
+            "beta": Area(BFloat16, (2, tokens)),
+            "numbers": Area(Int32, self.numbers),
         }
-        return prologue.aligned(areas)
 
     @property
-    def stage_bytes(self) -> int:
-        return sum(self.stage_areas.values())
-
-    @property
-    def areas(self) -> dict[str, int]:
-        """Bytes of shared memory by use."""
+    def areas(self) -> dict[str, Area]:
+        """What a CTA has beside: the state in cells of 16 bytes, [cell][thread], and room for the stages."""
         areas = {
-            "state": HEAD_DIM * HEAD_DIM * self.item_bytes,
-            "operands": self.stages * self.stage_bytes,
-            "norm_weight": 4 * HEAD_DIM,
-            "qkv": self.qkv_bytes,
-            "gamma": self.gamma_bytes,
+            "state": Area(Uint8, HEAD_DIM * HEAD_DIM * self.item_bytes),
+            "stages": Area(Uint8, self.stages * smem.total(self.stage_areas)),
+            "norm_weight": Area(Float32, HEAD_DIM),
+            "gamma": Area(Float32, self.gamma_bytes // 4),
+            "qkv": Area(BFloat16, self.qkv_bytes // 2),
         }
         if self.taps_shared:
-            areas["taps"] = (CONV_WIDTH + 1) * 3 * HEAD_DIM * self.weight_bytes
-        if self.kind == "record":
-            areas |= {
-                "gamma": max(self.gamma_bytes, self.partial_bytes),
-                "fragments": self.fragment_bytes,
-                "pairs": 4 * self.pair_floats,
-                "matrix": 8 * self.slots**2,
-                "solution": 128 * self.solution_words,
-                "sums": 4 * self.slots * chunked.WARPS,
-            }
-        else:
-            areas |= {"factors": 16 * self.tokens, "o": 2 * HEAD_DIM * self.tokens}
-        return prologue.aligned(areas)
+            areas["taps"] = Area(self.conv_dtype, (2, 32 * chunked.CONVOLVING_WARPS, CONV_WIDTH + 1))
+        return areas | (_record_areas(self) if self.kind == "record" else _step_areas(self))
 
     @property
     def smem_bytes(self) -> int:
-        return sum(self.areas.values())
+        return smem.total(self.areas)
 
 
-@dataclass(frozen=True)
-class Compiled:
-    binary: cubin.Binary
-    plan: Plan
-    sms: int
-    pdl: bool
-    most_items: int | None = None
+def _record_areas(p: Plan) -> dict[str, Area]:
+    return {
+        # A and B, a part per step.
+        "partials": Area(Float32, p.partial_bytes // 4, inside="gamma"),
+        "pairs": Area(Float32, p.pair_floats),
+        # T and C, then as fragments.
+        "matrix": Area(Float32, 2 * p.slots**2),
+        # Of squares of o, by slot and warp.
+        "sums": Area(Float32, p.slots * chunked.WARPS),
+        "fragments": Area(Uint32, p.fragment_bytes // 4),
+        "solution": Area(Uint32, 32 * p.solution_words),
+    }
 
-    @property
-    def resources(self) -> cubin.Resources:
-        return self.binary.resources
+
+def _step_areas(p: Plan) -> dict[str, Area]:
+    """Kinds decode and spec, for which gamma holds decays."""
+    return {
+        # rk, rq, (k.q) rk rq, beta of a token.
+        "factors": Area(Float32, (4, p.tokens)),
+        "o": Area(BFloat16, (HEAD_DIM, p.tokens)),
+    }
 
 
 def plan(problem: Problem, spec: Spec) -> Plan:
@@ -216,84 +217,35 @@ def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
     """Why this pair can't run, or None. Pure: no CUDA."""
     if problem.kind not in ("decode", "spec", "record"):
         return f"kind={problem.kind}: only decode, spec and record"
-    for name, value, allowed in (
+    choices = (
         ("gate_mode", spec.gate_mode, (0, 1)),
         ("terms", spec.terms, (1, 2)),
         ("stages", spec.stages, (None, 2) if problem.kind == "decode" else (None, 1, 2)),
         ("conv_weight_dtype", spec.conv_weight_dtype, ("fp32", "bf16")),
-    ):
-        if value not in allowed:
-            return f"{name}={value!r} is not one of {', '.join(map(str, allowed))}"
-    if spec.window is not None and not problem.tokens + 2 <= spec.window <= 16:
-        return f"window={spec.window} must lie in {problem.tokens + 2}..16"
+    )
+    if why := step.not_allowed(choices):
+        return why
     if spec.most_items is not None and spec.most_items < 1:
         return f"most_items={spec.most_items} must be at least 1"
-    needed, most = plan(problem, spec).smem_bytes, min(SMEM_BYTES, gpu.smem_per_block)
-    if needed > most:
-        return f"{needed} bytes of shared memory exceed {most}"
-    return None
+    p = plan(problem, spec)
+    return (
+        step.window_refused(problem, spec.window)
+        or step.gate_refused(problem, p.least_log_gate)
+        or step.smem_refused(p.smem_bytes, min(SMEM_BYTES, gpu.smem_per_block))
+    )
 
 
 def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
     """From shapes alone; one binary serves all heads, requests and strides. Raises ValueError for unsupported pairs."""
-    reason = unsupported(problem, spec, gpu)
-    if reason is not None:
-        raise ValueError(f"KdaStream: {reason}")
-    p = plan(problem, spec)
-    binary = cubin.build(
-        _host,
-        lambda: (arguments.placeholder(), p),
-        arch=gpu.arch,
-        threads=p.threads,
-        cluster=1,
-        choices=p,
-    )
-    return Compiled(binary, p, gpu.sms, spec.pdl, spec.most_items)
+    step.require("KdaStream", unsupported(problem, spec, gpu))
+    return step.build(_HOST, plan(problem, spec), spec, gpu)
 
 
 def launch(compiled: Compiled, operands: StepOperands, stream: int) -> None:
     """Enqueue one step. Raises ValueError, naming the operand, for operands that the compiled kernel can't take."""
-    o, p = operands, compiled.plan
-    arguments.check("KdaStream", p, o)
-    assert o.lower_bound is not None
-    if p.kind == "record" and not o.lower_bound * p.tokens >= chunked.MIN_LOG_GAMMA:
-        raise ValueError(f"lower_bound={o.lower_bound} is too low for {p.tokens} tokens")
-    per, ctas = walk.divided(o.A_log.shape[0], o.slots.shape[0], compiled.sms, compiled.most_items)
-    cubin.launcher(compiled.binary).launch((ctas, 1, 1), arguments.values(o, per), stream, compiled.pdl)
-
-
-@cute.jit
-def _host(A: Arguments, P: cutlass.Constexpr) -> None:
-    kda_stream(A, P).launch(
-        grid=(1, 1, 1), block=(P.threads, 1, 1), min_blocks_per_mp=CTAS_PER_SM, preferred_smem_carveout=100
-    )
-
-
-@dataclass(frozen=True)
-class Shared:
-    """A CTA's shared memory."""
-
-    state: Any  # cells of 16 bytes, [cell][thread]
-    operands: Any  # stages of `Stage`
-    norm_weight: Any  # [128]
-    taps: Any  # [4 taps and bias, 192 threads, 2 channels], if `taps_shared`
-    qkv: Any  # [tokens, QKV_PITCH] bf16
-    gamma: Any  # [tokens, GAMMA_PITCH], record; decode, spec: decays
-    partials: Any  # record: A and B, a part per step, in the place of gamma
-    fragments: Any  # record, as all that follows: `chunked.Shape.fragment_layout`
-    pairs: Any  # A and B
-    matrix: Any  # T and C
-    solution: Any  # T and C as fragments
-    sums: Any  # [slots, warps] sums of squares of o
-    factors: Any  # decode, spec: [tokens, 4] rk, rq, (k.q) rk rq, beta
-    o: Any  # decode, spec: [tokens, 128] bf16
-
-
-@dataclass(frozen=True)
-class Stage(Operands):
-    """An item's operands."""
-
-    numbers: Any  # [numbers] i32 of the item after
+    heads, requests = operands.A_log.shape[0], operands.slots.shape[0]
+    per, ctas = walk.divided(heads, requests, compiled.sms, compiled.most_items)
+    step.enqueue("KdaStream", compiled, operands, stream, (ctas, 1, 1), per)
 
 
 class Place(NamedTuple):
@@ -327,12 +279,12 @@ def kda_stream(A: Arguments, P: cutlass.Constexpr) -> None:
 
     # The slot must be the first load: behind the copies it comes back a microsecond later.
     numbers = blocks.at(Int32, number_address(A, item.request, min(here.lane, P.numbers - 1), P), Int32(0))
-    F = allocate(P)
-    stage = F.operands.iterator.toint()
-    both_stages = 2 * stage + P.stage_bytes
-    first = stage_at(stage, P)
-    ask_constants(A, F, here, P)
-    ask_parameters(A, F, first, item, count > 0, count > 1, here, P)
+    own = smem.allocate(P.areas)
+    stage = own.stages.iterator.toint()
+    both_stages = 2 * stage + smem.total(P.stage_areas)
+    first = with_stage(own, stage, P)
+    ask_constants(A, first, here, P)
+    ask_parameters(A, first, item, count > 0, count > 1, here, P)
     if const_expr(not P.ahead):
         arch.griddepcontrol_wait()
         arch.griddepcontrol_launch_dependents()
@@ -347,7 +299,7 @@ def kda_stream(A: Arguments, P: cutlass.Constexpr) -> None:
     load_weights(A, gate_weights, taps, item.head, Int32(0), here, P)
     # Keeps these loads in front of the state's copies: behind them, they would come late.
     arch.sync_warp()
-    ask_state(A, F, numbers, item.head, here, P)
+    ask_state(A, first, numbers, item.head, here, P)
     if const_expr(P.ahead):
         arch.griddepcontrol_wait()
         arch.griddepcontrol_launch_dependents()
@@ -361,7 +313,7 @@ def kda_stream(A: Arguments, P: cutlass.Constexpr) -> None:
 
     for n in cutlass.range(count, unroll=1):
         at = place()
-        M = stage_at(stage, P)
+        M = with_stage(own, stage, P)
         now = request_of(numbers, P)
         window = conv_window.window_of(A, now.page, now.start)
         record = prologue.record_of(A, now.row, item.head)
@@ -372,14 +324,14 @@ def kda_stream(A: Arguments, P: cutlass.Constexpr) -> None:
         raw = gate_product.raw_gates(gate_weights, M.f_a, at.lane, P)
         if const_expr(P.kind == "record"):
             exp_A = blocks.exp(M.A_log[0])
-            chunked.store_gammas(raw, F.gamma, M.dt_bias, exp_A, A.lower_bound, record, at.warp, at.lane, P)
+            chunked.store_gammas(raw, M.gamma, M.dt_bias, exp_A, A.lower_bound, record, at.warp, at.lane, P)
         else:
-            store_decays(raw, F, M, A.lower_bound, at, P)
+            store_decays(raw, M, A.lower_bound, at, P)
         if at.warp < chunked.CONVOLVING_WARPS:
             if const_expr(P.taps_shared):
-                cute.autovec_copy(F.taps[None, at.tid, None], taps)
+                cute.autovec_copy(M.taps[None, at.tid, None], taps)
             bias = taps[None, CONV_WIDTH]
-            chunked.convolve_with(taps, bias, M, F.qkv, window, record, at.tid, P)
+            chunked.convolve_with(taps, bias, M, M.qkv, window, record, at.tid, P)
         if const_expr(P.layout == "taps"):
             if now.read > 0:
                 store_taps(A, M, window, item.head, at, P)
@@ -390,62 +342,62 @@ def kda_stream(A: Arguments, P: cutlass.Constexpr) -> None:
                 store_rows_window(A, M, window, item.head, at)
         other = both_stages - stage if const_expr(P.stages == 2) else stage
         if const_expr(P.stages == 2):
-            ask_next(A, F, stage_at(other, P), item, following, count - 1 - n, at, P)
+            ask_next(A, with_stage(own, other, P), item, following, count - 1 - n, at, P)
 
         if const_expr(P.kind == "record"):
             beta = M.beta[item.head % 2, min(at.lane % P.slots, P.tokens - 1)].to(Float32)
             if const_expr(P.stages == 1):
-                factors = chunked.output_factors(M.out_gate, F.norm_weight, at.warp, at.lane, P)
-            chunked.build_fragments(F.fragments, F.qkv, F.gamma, A.scale, at.warp, chunked.WARPS, at.lane, P)
+                factors = chunked.output_factors(M.out_gate, M.norm_weight, at.warp, at.lane, P)
+            chunked.build_fragments(M.fragments, M.qkv, M.gamma, A.scale, at.warp, chunked.WARPS, at.lane, P)
             at = meet()
-            chunked.token_products(F.fragments, F.partials, at.warp, at.lane, P)
+            chunked.token_products(M.fragments, M.partials, at.warp, at.lane, P)
             at = meet()
             if at.warp == chunked.SOLVER:
-                chunked.solve(F.partials, F.pairs, F.matrix, F.solution, blocks.sigmoid(beta), at.lane, P)
+                chunked.solve(M.partials, M.pairs, M.matrix, M.solution, blocks.sigmoid(beta), at.lane, P)
             if const_expr(P.stages == 1):
-                ask_next(A, F, stage_at(other, P), item, following, count - 1 - n, at, P)
+                ask_next(A, with_stage(own, other, P), item, following, count - 1 - n, at, P)
             refresh_weights(A, gate_weights, taps, item, count - 1 - n, at, P)
-            sums = multiply(A, F, item, following, P)
-            v = chunked.values(F.qkv, at.warp, at.lane, P)
+            sums = multiply(A, M, item, following, P)
+            v = chunked.values(M.qkv, at.warp, at.lane, P)
             if const_expr(P.stages == 2):
-                factors = chunked.output_factors(M.out_gate, F.norm_weight, at.warp, at.lane, P)
+                factors = chunked.output_factors(M.out_gate, M.norm_weight, at.warp, at.lane, P)
             at = meet()
             now = request_of(blocks.pinned(numbers), P)
             record = prologue.record_of(A, now.row, item.head)
-            u, attended = chunked.finish(sums, v, F.solution, at.lane, P)
+            u, attended = chunked.finish(sums, v, M.solution, at.lane, P)
             o = cute.make_rmem_tensor(4, Float32)
             for i in range_constexpr(4):
                 o[i] = blocks.rounded(attended[i])
                 if now.read <= 0:
                     o[i] = Float32(0)
                     factors[i] = Float32(0)
-            chunked.store_squares(o, F.sums, at.warp, at.lane, P)
+            chunked.store_squares(o, M.sums, at.warp, at.lane, P)
             if record.row >= 0:
                 chunked.store_corrections(u, record.corrections, at.warp, at.lane, P)
             arch.cp_async_wait_group(P.groups)
             at = meet()
             results = results_of(A, item, P)
-            chunked.store_outputs(o, factors, F.sums, A.eps, results, A.heads * HEAD_DIM, at.warp, at.lane, P)
+            chunked.store_outputs(o, factors, M.sums, A.eps, results, A.heads * HEAD_DIM, at.warp, at.lane, P)
         else:
             gates = cute.make_rmem_tensor(4, BFloat16)
             if const_expr(P.stages == 1):
                 take_gates(gates, M, at, P)
             if const_expr(P.kind == "spec"):
-                token_factors(F, M, A.scale, item.head, at, P)
+                token_factors(M, A.scale, item.head, at, P)
                 at = meet()
                 if const_expr(P.stages == 1):
-                    ask_next(A, F, stage_at(other, P), item, following, count - 1 - n, at, P)
+                    ask_next(A, with_stage(own, other, P), item, following, count - 1 - n, at, P)
                 refresh_weights(A, gate_weights, taps, item, count - 1 - n, at, P)
-                advance_window(A, F, item, numbers, following, at, P)
+                advance_window(A, M, item, numbers, following, at, P)
             else:
                 beta = blocks.sigmoid(M.beta[item.head % 2, 0].to(Float32))
                 refresh_weights(A, gate_weights, taps, item, count - 1 - n, at, P)
-                advance_decode(A, F, item, numbers, following, beta, at, P)
+                advance_decode(A, M, item, numbers, following, beta, at, P)
             arch.cp_async_wait_group(P.groups)
             at = meet()
             if const_expr(P.stages == 2):
                 take_gates(gates, M, at, P)
-            normalize(A, F, gates, item, now.read > 0, at, P)
+            normalize(A, M, gates, item, now.read > 0, at, P)
 
         later = after(A, item)
         if later.head != item.head:
@@ -453,46 +405,11 @@ def kda_stream(A: Arguments, P: cutlass.Constexpr) -> None:
         item, numbers, stage = later, following, other
 
 
-def allocate(P: Plan) -> Shared:
-    smem = SmemAllocator()
-
-    def take(dtype: Any, name: str) -> Any:
-        count = P.areas[name] // (dtype.width // 8)
-        return smem.allocate_tensor(dtype, cute.make_layout(count), byte_alignment=ALIGNMENT)
-
-    def view(flat: Any, layout: Any) -> Any:
-        return cute.make_tensor(flat.iterator, cute.make_layout(layout))
-
-    areas = {name: take(Uint8, name) for name in ("state", "operands")}
-    areas |= {name: take(Float32, name) for name in ("norm_weight", "gamma")}
-    areas["qkv"] = take(BFloat16, "qkv")
-    areas["taps"] = None
-    if P.taps_shared:
-        areas["taps"] = view(take(P.conv_dtype, "taps"), (2, 32 * chunked.CONVOLVING_WARPS, CONV_WIDTH + 1))
-    if P.kind == "record":
-        areas |= {name: take(Float32, name) for name in ("pairs", "matrix", "sums")}
-        areas |= {name: take(Uint32, name) for name in ("fragments", "solution")}
-        return Shared(**areas, partials=areas["gamma"], factors=None, o=None)
-    factors = view(take(Float32, "factors"), (4, P.tokens))
-    o = view(take(BFloat16, "o"), (HEAD_DIM, P.tokens))
-    none = dict.fromkeys(("partials", "fragments", "pairs", "matrix", "solution", "sums"))
-    return Shared(**areas, **none, factors=factors, o=o)
-
-
-def stage_at(address: Int32, P: Plan) -> Stage:
-    """The stage of operands at a shared address."""
-    view = prologue.side_by_side(P.stage_areas, address)
-    x = view(BFloat16, "x", (HEAD_DIM, 3, P.history + P.tokens))
-    return Stage(
-        x=x,
-        f_a=view(BFloat16, "f_a", P.tokens * HEAD_DIM),
-        out_gate=view(BFloat16, "out_gate", (HEAD_DIM, P.tokens)),
-        window=view(BFloat16, "window", 3 * HEAD_DIM * P.window) if P.layout == "rows" else x,
-        dt_bias=view(Float32, "dt_bias", HEAD_DIM),
-        A_log=view(Float32, "A_log", 1),
-        beta=view(BFloat16, "beta", (2, P.tokens)),
-        numbers=view(Int32, "numbers", P.numbers),
-    )
+def with_stage(M: Smem, address: Int32, P: Plan) -> Any:
+    """A CTA's shared memory with the operands in the stage at an address of it."""
+    views = vars(M) | vars(smem.at(P.stage_areas, address))
+    # As `smem` says of its bundles: frozen, or the tracer takes it apart.
+    return make_dataclass("Smem", views, frozen=True)(**views)
 
 
 @cute.jit
@@ -620,8 +537,7 @@ def refresh_weights(
 @cute.jit
 def ask_next(
     A: Arguments,
-    F: cutlass.Constexpr,
-    M: cutlass.Constexpr,
+    M: Smem,
     item: walk.Item,
     numbers: Int32,
     left: Int32,
@@ -631,27 +547,26 @@ def ask_next(
     """All operands of the item after this one, as one group of copies. left: items after this one; numbers: its."""
     if left > 0:
         later = after(A, item)
-        ask_parameters(A, F, M, later, later.head != item.head, left > 1, at, P)
+        ask_parameters(A, M, later, later.head != item.head, left > 1, at, P)
         ask_window(A, M, numbers, later.head, at, P)
         ask_projection(A, M, later, at, P)
     arch.cp_async_commit_group()
 
 
 @cute.jit
-def ask_constants(A: Arguments, F: cutlass.Constexpr, at: Place, P: cutlass.Constexpr) -> None:
+def ask_constants(A: Arguments, M: Smem, at: Place, P: cutlass.Constexpr) -> None:
     """What is the same for all items."""
     if at.warp == 0:
-        blocks.copy_async(F.norm_weight.iterator.toint() + at.lane * 16, A.norm_weight + at.lane * 16, 16)
+        blocks.copy_async(M.norm_weight.iterator.toint() + at.lane * 16, A.norm_weight + at.lane * 16, 16)
     if const_expr(P.taps_shared):
         if at.warp < chunked.CONVOLVING_WARPS and A.conv_bias == Int64(0):
-            F.taps[None, at.tid, CONV_WIDTH].fill(P.conv_dtype(0))
+            M.taps[None, at.tid, CONV_WIDTH].fill(P.conv_dtype(0))
 
 
 @cute.jit
 def ask_parameters(
     A: Arguments,
-    F: cutlass.Constexpr,
-    M: cutlass.Constexpr,
+    M: Smem,
     item: walk.Item,
     new_head: cutlass.Boolean,
     more: cutlass.Boolean,
@@ -670,7 +585,7 @@ def ask_parameters(
     if const_expr(P.taps_shared):
         if new_head and at.warp < chunked.CONVOLVING_WARPS:
             size = 2 * P.weight_bytes
-            cell = F.taps.iterator.toint() + at.tid * size
+            cell = M.taps.iterator.toint() + at.tid * size
             for tap in range_constexpr(CONV_WIDTH):
                 source = A.conv_weight + weight_place(A, CONV_WIDTH, tap, item.head, at) * P.weight_bytes
                 blocks.copy_async(cell + tap * (32 * chunked.CONVOLVING_WARPS * size), source, size)
@@ -680,9 +595,7 @@ def ask_parameters(
 
 
 @cute.jit
-def ask_window(
-    A: Arguments, M: cutlass.Constexpr, numbers: Int32, head: Int32, at: Place, P: cutlass.Constexpr
-) -> None:
+def ask_window(A: Arguments, M: Smem, numbers: Int32, head: Int32, at: Place, P: cutlass.Constexpr) -> None:
     request = request_of(numbers, P)
     if request.read > 0:
         window = conv_window.window_of(A, request.page, request.start)
@@ -693,7 +606,7 @@ def ask_window(
 
 
 @cute.jit
-def ask_rows_window(A: Arguments, M: cutlass.Constexpr, window: Window, head: Int32, at: Place) -> None:
+def ask_rows_window(A: Arguments, M: Smem, window: Window, head: Int32, at: Place) -> None:
     """All entries of a dim-first window; a thread takes the same 16 bytes of q, k and v."""
     part_bytes = 2 * HEAD_DIM * window.channel_stride
     if at.tid * 16 < part_bytes:
@@ -704,7 +617,7 @@ def ask_rows_window(A: Arguments, M: cutlass.Constexpr, window: Window, head: In
 
 
 @cute.jit
-def store_rows_window(A: Arguments, M: cutlass.Constexpr, window: Window, head: Int32, at: Place) -> None:
+def store_rows_window(A: Arguments, M: Smem, window: Window, head: Int32, at: Place) -> None:
     """Back to where `ask_rows_window` took it from."""
     part_bytes = 2 * HEAD_DIM * window.channel_stride
     if at.tid * 16 < part_bytes:
@@ -723,7 +636,7 @@ def taps_unit(A: Arguments, window: Window, row: Int32, first: Int32, head: Int3
 
 
 @cute.jit
-def ask_taps(A: Arguments, M: cutlass.Constexpr, window: Window, head: Int32, at: Place) -> None:
+def ask_taps(A: Arguments, M: Smem, window: Window, head: Int32, at: Place) -> None:
     """The history of a window-major window, in front of the inputs."""
     row = at.tid // 16
     if row < 3 * HISTORY:
@@ -732,9 +645,7 @@ def ask_taps(A: Arguments, M: cutlass.Constexpr, window: Window, head: Int32, at
 
 
 @cute.jit
-def store_taps(
-    A: Arguments, M: cutlass.Constexpr, window: Window, head: Int32, at: Place, P: cutlass.Constexpr
-) -> None:
+def store_taps(A: Arguments, M: Smem, window: Window, head: Int32, at: Place, P: cutlass.Constexpr) -> None:
     """The two inputs before this step's, then these, as the first tokens + 2 entries."""
     rows, step = 3 * (P.tokens + 2), _THREADS // 16
     source = M.x.iterator.toint() + 6 * HEAD_DIM + at.tid * 16
@@ -745,7 +656,7 @@ def store_taps(
 
 
 @cute.jit
-def ask_projection(A: Arguments, M: cutlass.Constexpr, item: walk.Item, at: Place, P: cutlass.Constexpr) -> None:
+def ask_projection(A: Arguments, M: Smem, item: walk.Item, at: Place, P: cutlass.Constexpr) -> None:
     """A warp takes a token: q and k, v and output gate, f_a and beta, a half-warp each."""
     t, half, unit = at.warp, at.lane // 16, at.lane % 16
     if t < P.tokens:
@@ -767,18 +678,18 @@ def ask_projection(A: Arguments, M: cutlass.Constexpr, item: walk.Item, at: Plac
 
 
 @cute.jit
-def ask_state(A: Arguments, F: cutlass.Constexpr, numbers: Int32, head: Int32, at: Place, P: cutlass.Constexpr) -> None:
+def ask_state(A: Arguments, M: Smem, numbers: Int32, head: Int32, at: Place, P: cutlass.Constexpr) -> None:
     """A CTA's first state, a group of copies per piece."""
     slot = request_of(numbers, P).read
     for group in range_constexpr(P.groups):
         if slot > 0:
-            ask_piece(F, prologue.state_of(A, slot, head, P), Int32(group), at, P)
+            ask_piece(M, prologue.state_of(A, slot, head, P), Int32(group), at, P)
         arch.cp_async_commit_group()
 
 
 @cute.jit
-def ask_piece(F: cutlass.Constexpr, page: Int64, group: Int32, at: Place, P: cutlass.Constexpr) -> None:
-    cells = cells_of(F, group, at, P)
+def ask_piece(M: Smem, page: Int64, group: Int32, at: Place, P: cutlass.Constexpr) -> None:
+    cells = cells_of(M, group, at, P)
     policy = blocks.evict_first() if const_expr(P.evict) else Int64(0)
     if const_expr(P.kind == "record"):
         chunked.copy_line(cells, page, group, at.warp, at.lane, policy, P.evict, P)
@@ -787,15 +698,15 @@ def ask_piece(F: cutlass.Constexpr, page: Int64, group: Int32, at: Place, P: cut
 
 
 @cute.jit
-def cells_of(F: cutlass.Constexpr, group: Int32, at: Place, P: cutlass.Constexpr) -> Int32:
+def cells_of(M: Smem, group: Int32, at: Place, P: cutlass.Constexpr) -> Int32:
     """Shared address of this thread's first cell of a piece."""
-    return F.state.iterator.toint() + at.tid * 16 + group * P.piece_cells
+    return M.state.iterator.toint() + at.tid * 16 + group * P.piece_cells
 
 
 @cute.jit
 def multiply(
     A: Arguments,
-    F: cutlass.Constexpr,
+    M: Smem,
     item: walk.Item,
     following: Int32,
     P: cutlass.Constexpr,
@@ -811,11 +722,11 @@ def multiply(
     for group in cutlass.range(P.groups, unroll=1):
         at = place()
         arch.cp_async_wait_group(P.groups)
-        cells = cells_of(F, group, at, P)
-        chunked.multiply_line(sums, cells, F.fragments, group, at.lane, P)
+        cells = cells_of(M, group, at, P)
+        chunked.multiply_line(sums, cells, M.fragments, group, at.lane, P)
         arch.sync_warp()  # all lanes have read it
         if slot > 0:
-            ask_piece(F, page, group, at, P)
+            ask_piece(M, page, group, at, P)
         arch.cp_async_commit_group()
     return sums
 
@@ -823,7 +734,7 @@ def multiply(
 @cute.jit
 def advance_decode(
     A: Arguments,
-    F: cutlass.Constexpr,
+    M: Smem,
     item: walk.Item,
     numbers: Int32,
     following: Int32,
@@ -832,18 +743,18 @@ def advance_decode(
     P: cutlass.Constexpr,
 ) -> None:
     """The state by one token, back to its page; its pieces as in `multiply`."""
-    token = take_token(F, Int32(0), at.lane, P)
+    token = take_token(M, Int32(0), at.lane, P)
     factors = (*blocks.normalizers(token.q, token.k, A.scale, LANES), beta)
     slot = request_of(following, P).read
     page = prologue.state_of(A, slot, after(A, item).head, P)
     target = prologue.state_of(A, numbers, item.head, P)
     for group in cutlass.range(P.groups, unroll=1):
         arch.cp_async_wait_group(P.groups)
-        S = take_rows(cells_of(F, group, at, P), P)
+        S = take_rows(cells_of(M, group, at, P), P)
         if slot > 0:
-            ask_piece(F, page, group, at, P)
+            ask_piece(M, page, group, at, P)
         arch.cp_async_commit_group()
-        advance(S, token, factors, F, Int32(0), group, at, P)
+        advance(S, token, factors, M, Int32(0), group, at, P)
         if numbers > 0:
             store_rows(S, target + state_rows.first_cell(group, at.warp, at.lane, P), P)
 
@@ -851,7 +762,7 @@ def advance_decode(
 @cute.jit
 def advance_window(
     A: Arguments,
-    F: cutlass.Constexpr,
+    M: Smem,
     item: walk.Item,
     numbers: Int32,
     following: Int32,
@@ -865,16 +776,16 @@ def advance_window(
     for group in cutlass.range(P.groups, unroll=1):
         at = place()
         arch.cp_async_wait_group(P.groups)
-        S = take_rows(cells_of(F, group, at, P), P)
+        S = take_rows(cells_of(M, group, at, P), P)
         if slot > 0:
-            ask_piece(F, page, group, at, P)
+            ask_piece(M, page, group, at, P)
         arch.cp_async_commit_group()
         for t in cutlass.range(P.tokens, unroll=1):
-            token = take_token(F, t, at.lane, P)
+            token = take_token(M, t, at.lane, P)
             factors = cute.make_rmem_tensor(4, Float32)
-            cute.autovec_copy(F.factors[None, t], factors)
+            cute.autovec_copy(M.factors[None, t], factors)
             of_token = (factors[0], factors[1], factors[2], factors[3])
-            advance(S, token, of_token, F, t, group, at, P)
+            advance(S, token, of_token, M, t, group, at, P)
             own = arch.shuffle_sync(numbers, t)
             if live and own > 0:
                 item_state = prologue.state_of(A, own, item.head, P)
@@ -905,8 +816,7 @@ def store_rows(S: cute.Tensor, target: Int64, P: cutlass.Constexpr) -> None:
 @cute.jit
 def store_decays(
     raw: tuple[Float32, ...],
-    F: cutlass.Constexpr,
-    M: cutlass.Constexpr,
+    M: Smem,
     lower_bound: Float32,
     at: Place,
     P: cutlass.Constexpr,
@@ -914,7 +824,7 @@ def store_decays(
     """Decays of 16 features of all tokens from `gate_product.raw_gates`."""
     feature = 16 * at.warp + at.lane // 4 * 2
     decays = cute.make_tensor(
-        F.gamma.iterator, cute.make_layout((2, HEAD_DIM // 2, P.tokens), stride=(1, 2, chunked.GAMMA_PITCH))
+        M.gamma.iterator, cute.make_layout((2, HEAD_DIM // 2, P.tokens), stride=(1, 2, chunked.GAMMA_PITCH))
     )
     exp_A = blocks.exp(M.A_log[0])
     for side in range_constexpr(min(2, P.tokens)):
@@ -936,18 +846,18 @@ class Token(NamedTuple):
 
 
 @cute.jit
-def take_token(F: cutlass.Constexpr, t: Int32, lane: Int32, P: cutlass.Constexpr) -> Token:
+def take_token(M: Smem, t: Int32, lane: Int32, P: cutlass.Constexpr) -> Token:
     """Columns 64 c + 4 l .. +3 (fp32) or 8 l .. +7 (bf16), l the lane of its half-warp."""
     fp32 = P.state_dtype == "fp32"
     words = cute.make_tensor(
-        cute.recast_ptr(F.qkv.iterator, dtype=Uint32),
+        cute.recast_ptr(M.qkv.iterator, dtype=Uint32),
         cute.make_layout(
             (2, LANES, 2, 3, P.tokens),
             stride=(1, 2 if fp32 else 4, 32 if fp32 else 2, HEAD_DIM // 2, chunked.QKV_PITCH // 2),
         ),
     )
     decays = cute.make_tensor(
-        F.gamma.iterator,
+        M.gamma.iterator,
         cute.make_layout((4, LANES, 2, P.tokens), stride=(1, 4 if fp32 else 8, 64 if fp32 else 4, chunked.GAMMA_PITCH)),
     )
     column = lane % LANES
@@ -968,8 +878,7 @@ def take_token(F: cutlass.Constexpr, t: Int32, lane: Int32, P: cutlass.Constexpr
 
 @cute.jit
 def token_factors(
-    F: cutlass.Constexpr,
-    M: cutlass.Constexpr,
+    M: Smem,
     scale: Float32,
     head: Int32,
     at: Place,
@@ -979,7 +888,7 @@ def token_factors(
     warp, lane = at.warp, at.lane
     if warp < P.tokens:
         words = cute.make_tensor(
-            cute.recast_ptr(F.qkv.iterator, dtype=Uint32),
+            cute.recast_ptr(M.qkv.iterator, dtype=Uint32),
             cute.make_layout((2, 32, 3, P.tokens), stride=(1, 2, HEAD_DIM // 2, chunked.QKV_PITCH // 2)),
         )
         q = cute.make_rmem_tensor(4, Float32)
@@ -996,7 +905,7 @@ def token_factors(
         if lane == 0:
             factors = cute.make_rmem_tensor(4, Float32)
             factors[0], factors[1], factors[2], factors[3] = rk, rq, kq, beta
-            cute.autovec_copy(factors, F.factors[None, warp])
+            cute.autovec_copy(factors, M.factors[None, warp])
 
 
 @cute.jit
@@ -1004,7 +913,7 @@ def advance(
     S: cute.Tensor,
     token: Token,
     factors: tuple[Float32, Float32, Float32, Float32],
-    F: cutlass.Constexpr,
+    M: Smem,
     t: Int32,
     group: Int32,
     at: Place,
@@ -1027,12 +936,12 @@ def advance(
     total = blocks.row_sums(sums, 2 * rows, LANES, lane)
     row = 16 * warp + 2 * (rows * group + lane % (LANES // 2) // copies) + lane // LANES
     v = cute.make_tensor(
-        F.qkv.iterator, cute.make_layout((HEAD_DIM, 3, P.tokens), stride=(1, HEAD_DIM, chunked.QKV_PITCH))
+        M.qkv.iterator, cute.make_layout((HEAD_DIM, 3, P.tokens), stride=(1, HEAD_DIM, chunked.QKV_PITCH))
     )
     u = beta * (v[row, 2, t].to(Float32) - rk * total)
     o = rq * total + kq * arch.shuffle_sync_bfly(u, offset=LANES // 2)
     if lane % LANES >= LANES // 2 and lane % copies == 0:
-        F.o[row, t] = o.to(BFloat16)
+        M.o[row, t] = o.to(BFloat16)
     for j in range_constexpr(rows):
         u_row = rk * arch.shuffle_sync(u, copies * j, mask_and_clamp=HALF_WARP)
         for i in range_constexpr(COLUMNS):
@@ -1040,7 +949,7 @@ def advance(
 
 
 @cute.jit
-def take_gates(gates: cute.Tensor, M: cutlass.Constexpr, at: Place, P: cutlass.Constexpr) -> None:
+def take_gates(gates: cute.Tensor, M: Smem, at: Place, P: cutlass.Constexpr) -> None:
     """Output gates of the channels that this lane normalizes: four of token WARPS - 1 - warp."""
     token = min(chunked.WARPS - 1 - at.warp, P.tokens - 1)
     quads = cute.make_tensor(M.out_gate.iterator, cute.make_layout((4, 32, P.tokens), stride=(1, 4, HEAD_DIM)))
@@ -1050,7 +959,7 @@ def take_gates(gates: cute.Tensor, M: cutlass.Constexpr, at: Place, P: cutlass.C
 @cute.jit
 def normalize(
     A: Arguments,
-    F: cutlass.Constexpr,
+    M: Smem,
     gates: cute.Tensor,
     item: walk.Item,
     live: cutlass.Boolean,
@@ -1060,8 +969,8 @@ def normalize(
     """RMSNorm and output gate, a warp per token; zeros for a null item."""
     token, lane = chunked.WARPS - 1 - at.warp, at.lane
     if token < P.tokens:
-        quads = cute.make_tensor(F.o.iterator, cute.make_layout((4, 32, P.tokens), stride=(1, 4, HEAD_DIM)))
-        weights = cute.make_tensor(F.norm_weight.iterator, cute.make_layout((4, 32), stride=(1, 4)))
+        quads = cute.make_tensor(M.o.iterator, cute.make_layout((4, 32, P.tokens), stride=(1, 4, HEAD_DIM)))
+        weights = cute.make_tensor(M.norm_weight.iterator, cute.make_layout((4, 32), stride=(1, 4)))
         o = cute.make_rmem_tensor(4, BFloat16)
         weight = cute.make_rmem_tensor(4, Float32)
         cute.autovec_copy(quads[None, lane, token], o)
@@ -1079,3 +988,6 @@ def normalize(
             result[e] = y.to(BFloat16)
         address = results_of(A, item, P) + (Int64(token * A.heads) * HEAD_DIM + 4 * lane) * 2
         prologue.store_quad(result, address)
+
+
+_HOST = step.host_of(kda_stream)
