@@ -21,6 +21,7 @@ from kda_kernels.arguments import Arguments
 from kda_kernels.device import cubin, smem
 from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import make_step
+from kda_kernels.parts import streaming
 from kda_kernels.problem import HEAD_DIM, Problem
 from kda_kernels.variants import stream
 
@@ -233,9 +234,9 @@ def test_cells_of_rows_cover_a_page_once(emulated: ModuleType, dtype: str) -> No
     cells, units = set(), set()
     for thread in range(256):
         at = emulated.Place(simt.Int32(thread), simt.Int32(thread // 32), simt.Int32(thread % 32))
-        for group in range(P.groups):
-            first = simt.Int32(16 * thread + group * P.piece_cells)
-            source = simt.Int64(0) + rows.first_cell(simt.Int32(group), at.warp, at.lane, P)
+        for piece in range(P.pieces):
+            first = simt.Int32(16 * thread + piece * P.piece_bytes)
+            source = simt.Int64(0) + rows.first_cell(simt.Int32(piece), at.warp, at.lane, P)
             for shared, address, nbytes in simt.asked_copies(
                 thread, rows.ask_piece, first, source, 0, simt.Int64(0), P
             ):
@@ -290,7 +291,7 @@ def check_resources(compiled: stream.Compiled) -> None:
     assert found.stack_bytes == 0
     assert (found.threads, found.cluster) == (256, 1)
     assert found.registers <= 128
-    assert found.smem_bytes == compiled.plan.smem_bytes <= stream.SMEM_BYTES
+    assert found.smem_bytes == compiled.plan.smem_bytes <= streaming.SMEM_BYTES
     assert found.ctas_per_sm >= 2
     assert len(compiled.binary.parameters) == len(Arguments._fields)
 

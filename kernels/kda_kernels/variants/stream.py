@@ -44,24 +44,15 @@ from kda_kernels.device import blocks, smem
 from kda_kernels.device.gpu import Gpu
 from kda_kernels.device.smem import Area, Smem
 from kda_kernels.operands import StepOperands
-from kda_kernels.parts import chunked, conv_window, gate_product, prologue, state_rows
-from kda_kernels.parts.conv_window import Window
-from kda_kernels.parts.prologue import UNIT
+from kda_kernels.parts import chunked, conv_window, gate_product, prologue, state_rows, streaming
 from kda_kernels.parts.state_rows import COLUMNS, HALF_WARP, LANES, PIECE_ROWS
-from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, HISTORY, Problem, ceil_div
+from kda_kernels.parts.streaming import Place
+from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, Problem
 from kda_kernels.step import Compiled
 
 KERNELS = ("kda_stream",)
 
-CTAS_PER_SM = 2
-SMEM_BYTES = smem.SM_BYTES // CTAS_PER_SM - smem.RESERVED_BYTES
-"""Shared memory of a CTA, so that two fit an SM."""
-
-_THREADS = 32 * chunked.WARPS
-
 arch = cute.arch
-GMEM = cutlass.AddressSpace.gmem
-SMEM = cutlass.AddressSpace.smem
 
 
 @dataclass(frozen=True)
@@ -108,21 +99,21 @@ class Plan(chunked.Shape):
 
     @property
     def ctas_per_sm(self) -> int:
-        return CTAS_PER_SM
+        return streaming.CTAS_PER_SM
 
     @property
     def least_log_gate(self) -> float | None:
         return chunked.MIN_LOG_GAMMA if self.kind == "record" else None
 
     @property
-    def groups(self) -> int:
+    def pieces(self) -> int:
         """Pieces of a state."""
         return self.lines if self.kind == "record" else 4
 
     @property
-    def piece_cells(self) -> int:
+    def piece_bytes(self) -> int:
         """Bytes of a piece."""
-        return HEAD_DIM * HEAD_DIM * self.item_bytes // self.groups
+        return HEAD_DIM * HEAD_DIM * self.item_bytes // self.pieces
 
     @property
     def numbers(self) -> int:
@@ -132,17 +123,10 @@ class Plan(chunked.Shape):
     @property
     def stage_areas(self) -> dict[str, Area]:
         """An item's operands, and the numbers of the item after."""
-        tokens = self.tokens
-        x = Area(BFloat16, (HEAD_DIM, 3, self.history + tokens))
-        window = Area(BFloat16, 3 * HEAD_DIM * self.window)
-        return {
-            "x": x,
-            "f_a": Area(BFloat16, tokens * HEAD_DIM),
-            "out_gate": Area(BFloat16, (HEAD_DIM, tokens)),
-            "window": window if self.layout == "rows" else replace(x, inside="x"),
+        return streaming.operand_areas(self) | {
             "dt_bias": Area(Float32, HEAD_DIM),
             "A_log": Area(Float32, 1),
-            "beta": Area(BFloat16, (2, tokens)),
+            "beta": Area(BFloat16, (2, self.tokens)),
             "numbers": Area(Int32, self.numbers),
         }
 
@@ -157,7 +141,7 @@ class Plan(chunked.Shape):
             "qkv": Area(BFloat16, self.qkv_bytes // 2),
         }
         if self.taps_shared:
-            areas["taps"] = Area(self.conv_dtype, (2, 32 * chunked.CONVOLVING_WARPS, CONV_WIDTH + 1))
+            areas["taps"] = streaming.taps_area(self)
         return areas | (_record_areas(self) if self.kind == "record" else _step_areas(self))
 
     @property
@@ -194,7 +178,7 @@ def plan(problem: Problem, spec: Spec) -> Plan:
     p = Plan(
         tokens=problem.tokens,
         state_dtype=problem.state_dtype,
-        threads=_THREADS,
+        threads=streaming.THREADS,
         layout=layout,
         window=window,
         streamable=True,
@@ -210,7 +194,7 @@ def plan(problem: Problem, spec: Spec) -> Plan:
     )
     stages = (spec.stages,) if spec.stages is not None else (2,) if problem.kind == "decode" else (2, 1)
     plans = [replace(p, stages=n, taps_shared=shared) for n in stages for shared in (True, False)]
-    return next((p for p in plans if p.smem_bytes <= SMEM_BYTES), plans[-1])
+    return next((p for p in plans if p.smem_bytes <= streaming.SMEM_BYTES), plans[-1])
 
 
 def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
@@ -225,14 +209,7 @@ def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
     )
     if why := step.not_allowed(choices):
         return why
-    if spec.most_items is not None and spec.most_items < 1:
-        return f"most_items={spec.most_items} must be at least 1"
-    p = plan(problem, spec)
-    return (
-        step.window_refused(problem, spec.window)
-        or step.gate_refused(problem, p.least_log_gate)
-        or step.smem_refused(p.smem_bytes, min(SMEM_BYTES, gpu.smem_per_block))
-    )
+    return streaming.refused(problem, spec, plan(problem, spec), gpu)
 
 
 def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
@@ -246,14 +223,6 @@ def launch(compiled: Compiled, operands: StepOperands, stream: int) -> None:
     heads, requests = operands.A_log.shape[0], operands.slots.shape[0]
     per, ctas = walk.divided(heads, requests, compiled.sms, compiled.most_items)
     step.enqueue("KdaStream", compiled, operands, stream, (ctas, 1, 1), per)
-
-
-class Place(NamedTuple):
-    """Where a thread is."""
-
-    tid: Int32
-    warp: Int32
-    lane: Int32
 
 
 class Request(NamedTuple):
@@ -272,47 +241,46 @@ class Request(NamedTuple):
 @cute.kernel
 def kda_stream(A: Arguments, P: cutlass.Constexpr) -> None:
     cta, _, _ = arch.block_idx()
-    here = place()
+    here = streaming.place()
     ctas, _, _ = arch.grid_dim()
     begin, count = walk.part_of(cta, ctas, A.per, A.heads, A.requests)
     item = walk.item_at(begin, max(A.per, -A.per), A.heads, A.requests)
 
     # The slot must be the first load: behind the copies it comes back a microsecond later.
-    numbers = blocks.at(Int32, number_address(A, item.request, min(here.lane, P.numbers - 1), P), Int32(0))
+    numbers = blocks.at(Int32, streaming.number_address(A, item.request, min(here.lane, P.numbers - 1), P), Int32(0))
     own = smem.allocate(P.areas)
     stage = own.stages.iterator.toint()
     both_stages = 2 * stage + smem.total(P.stage_areas)
     first = with_stage(own, stage, P)
-    ask_constants(A, first, here, P)
-    ask_parameters(A, first, item, count > 0, count > 1, here, P)
+    streaming.ask_constants(A, first, here, P)
+    streaming.ask_parameters(A, first, item, count > 0, count > 1, here, P)
     if const_expr(not P.ahead):
         arch.griddepcontrol_wait()
         arch.griddepcontrol_launch_dependents()
-        ask_projection(A, first, item, here, P)
+        streaming.ask_projection(A, first, item, here, P)
     # So that nothing later waits for the gate weights on its behalf.
     numbers = blocks.pinned(numbers)
     ask_window(A, first, numbers, item.head, here, P)
     if const_expr(not P.ahead):
         arch.cp_async_commit_group()
-    gate_weights = cute.make_rmem_tensor(gate_product.WEIGHTS, Uint32)
-    taps = cute.make_rmem_tensor((2, CONV_WIDTH + 1), P.conv_dtype)
-    load_weights(A, gate_weights, taps, item.head, Int32(0), here, P)
+    weights = streaming.weight_registers(P)
+    streaming.load_weights(A, weights, item.head, Int32(0), here, P)
     # Keeps these loads in front of the state's copies: behind them, they would come late.
     arch.sync_warp()
     ask_state(A, first, numbers, item.head, here, P)
     if const_expr(P.ahead):
         arch.griddepcontrol_wait()
         arch.griddepcontrol_launch_dependents()
-        ask_projection(A, first, item, here, P)
+        streaming.ask_projection(A, first, item, here, P)
         arch.cp_async_commit_group()
         arch.cp_async_wait_group(0)
     else:
-        arch.cp_async_wait_group(P.groups)
+        arch.cp_async_wait_group(P.pieces)
     arch.sync_threads()
-    settle_weights(A, gate_weights, taps, here, P)
+    streaming.settle_weights(A, weights, here, P)
 
     for n in cutlass.range(count, unroll=1):
-        at = place()
+        at = streaming.place()
         M = with_stage(own, stage, P)
         now = request_of(numbers, P)
         window = conv_window.window_of(A, now.page, now.start)
@@ -321,7 +289,7 @@ def kda_stream(A: Arguments, P: cutlass.Constexpr) -> None:
         if n + 1 == count:
             following = Int32(0)
 
-        raw = gate_product.raw_gates(gate_weights, M.f_a, at.lane, P)
+        raw = gate_product.raw_gates(weights.gate, M.f_a, at.lane, P)
         if const_expr(P.kind == "record"):
             exp_A = blocks.exp(M.A_log[0])
             chunked.store_gammas(raw, M.gamma, M.dt_bias, exp_A, A.lower_bound, record, at.warp, at.lane, P)
@@ -329,17 +297,17 @@ def kda_stream(A: Arguments, P: cutlass.Constexpr) -> None:
             store_decays(raw, M, A.lower_bound, at, P)
         if at.warp < chunked.CONVOLVING_WARPS:
             if const_expr(P.taps_shared):
-                cute.autovec_copy(M.taps[None, at.tid, None], taps)
-            bias = taps[None, CONV_WIDTH]
-            chunked.convolve_with(taps, bias, M, M.qkv, window, record, at.tid, P)
+                cute.autovec_copy(M.taps[None, at.tid, None], weights.taps)
+            bias = weights.taps[None, CONV_WIDTH]
+            chunked.convolve_with(weights.taps, bias, M, M.qkv, window, record, at.tid, P)
         if const_expr(P.layout == "taps"):
             if now.read > 0:
-                store_taps(A, M, window, item.head, at, P)
-        at = meet()
+                streaming.store_window_major(A, M, window, item.head, at, P)
+        at = streaming.meet()
 
         if const_expr(P.layout == "rows"):
             if now.read > 0:
-                store_rows_window(A, M, window, item.head, at)
+                streaming.store_dim_first(A, M, window, item.head, at)
         other = both_stages - stage if const_expr(P.stages == 2) else stage
         if const_expr(P.stages == 2):
             ask_next(A, with_stage(own, other, P), item, following, count - 1 - n, at, P)
@@ -349,19 +317,19 @@ def kda_stream(A: Arguments, P: cutlass.Constexpr) -> None:
             if const_expr(P.stages == 1):
                 factors = chunked.output_factors(M.out_gate, M.norm_weight, at.warp, at.lane, P)
             chunked.build_fragments(M.fragments, M.qkv, M.gamma, A.scale, at.warp, chunked.WARPS, at.lane, P)
-            at = meet()
+            at = streaming.meet()
             chunked.token_products(M.fragments, M.partials, at.warp, at.lane, P)
-            at = meet()
+            at = streaming.meet()
             if at.warp == chunked.SOLVER:
                 chunked.solve(M.partials, M.pairs, M.matrix, M.solution, blocks.sigmoid(beta), at.lane, P)
             if const_expr(P.stages == 1):
                 ask_next(A, with_stage(own, other, P), item, following, count - 1 - n, at, P)
-            refresh_weights(A, gate_weights, taps, item, count - 1 - n, at, P)
+            streaming.refresh_weights(A, weights, item, count - 1 - n, at, P)
             sums = multiply(A, M, item, following, P)
             v = chunked.values(M.qkv, at.warp, at.lane, P)
             if const_expr(P.stages == 2):
                 factors = chunked.output_factors(M.out_gate, M.norm_weight, at.warp, at.lane, P)
-            at = meet()
+            at = streaming.meet()
             now = request_of(blocks.pinned(numbers), P)
             record = prologue.record_of(A, now.row, item.head)
             u, attended = chunked.finish(sums, v, M.solution, at.lane, P)
@@ -374,9 +342,9 @@ def kda_stream(A: Arguments, P: cutlass.Constexpr) -> None:
             chunked.store_squares(o, M.sums, at.warp, at.lane, P)
             if record.row >= 0:
                 chunked.store_corrections(u, record.corrections, at.warp, at.lane, P)
-            arch.cp_async_wait_group(P.groups)
-            at = meet()
-            results = results_of(A, item, P)
+            arch.cp_async_wait_group(P.pieces)
+            at = streaming.meet()
+            results = streaming.results_of(A, item, P)
             chunked.store_outputs(o, factors, M.sums, A.eps, results, A.heads * HEAD_DIM, at.warp, at.lane, P)
         else:
             gates = cute.make_rmem_tensor(4, BFloat16)
@@ -384,24 +352,24 @@ def kda_stream(A: Arguments, P: cutlass.Constexpr) -> None:
                 take_gates(gates, M, at, P)
             if const_expr(P.kind == "spec"):
                 token_factors(M, A.scale, item.head, at, P)
-                at = meet()
+                at = streaming.meet()
                 if const_expr(P.stages == 1):
                     ask_next(A, with_stage(own, other, P), item, following, count - 1 - n, at, P)
-                refresh_weights(A, gate_weights, taps, item, count - 1 - n, at, P)
+                streaming.refresh_weights(A, weights, item, count - 1 - n, at, P)
                 advance_window(A, M, item, numbers, following, at, P)
             else:
                 beta = blocks.sigmoid(M.beta[item.head % 2, 0].to(Float32))
-                refresh_weights(A, gate_weights, taps, item, count - 1 - n, at, P)
+                streaming.refresh_weights(A, weights, item, count - 1 - n, at, P)
                 advance_decode(A, M, item, numbers, following, beta, at, P)
-            arch.cp_async_wait_group(P.groups)
-            at = meet()
+            arch.cp_async_wait_group(P.pieces)
+            at = streaming.meet()
             if const_expr(P.stages == 2):
                 take_gates(gates, M, at, P)
             normalize(A, M, gates, item, now.read > 0, at, P)
 
-        later = after(A, item)
+        later = streaming.after(A, item)
         if later.head != item.head:
-            settle_weights(A, gate_weights, taps, at, P)
+            streaming.settle_weights(A, weights, at, P)
         item, numbers, stage = later, following, other
 
 
@@ -410,41 +378,6 @@ def with_stage(M: Smem, address: Int32, P: Plan) -> Any:
     views = vars(M) | vars(smem.at(P.stage_areas, address))
     # As `smem` says of its bundles: frozen, or the tracer takes it apart.
     return make_dataclass("Smem", views, frozen=True)(**views)
-
-
-@cute.jit
-def place() -> Place:
-    """Asked for anew now and then, so that what depends on it isn't kept in registers for long."""
-    tid = blocks.special("%tid.x") & (_THREADS - 1)  # known not to be negative
-    return Place(tid, arch.make_warp_uniform(tid // 32), tid % 32)
-
-
-@cute.jit
-def meet() -> Place:
-    """A barrier of the CTA; `place` behind it."""
-    arch.sync_threads()
-    at: Place = place()
-    return at
-
-
-@cute.jit
-def after(A: Arguments, item: walk.Item) -> walk.Item:
-    """The next item, found anew instead of kept."""
-    head, request, first, size = item
-    later: walk.Item = walk.next_item(walk.Item(blocks.pinned(head), request, first, size), A.heads, A.requests)
-    return later
-
-
-@cute.jit
-def number_address(A: Arguments, request: Int32, number: Int32, P: cutlass.Constexpr) -> Int64:
-    """Of one of `Plan.numbers` of a request."""
-    address = A.slots + Int64(request) * A.slots_stride * 4
-    if const_expr(P.kind != "decode"):
-        if number < P.numbers - 1:
-            address += Int64(number) * 4
-        else:
-            address = (A.accepted if const_expr(P.kind == "spec") else A.record_rows) + Int64(request) * 4
-    return address
 
 
 @cute.jit
@@ -467,74 +400,6 @@ def request_of(numbers: Int32, P: cutlass.Constexpr) -> Request:
 
 
 @cute.jit
-def results_of(A: Arguments, item: walk.Item, P: cutlass.Constexpr) -> Int64:
-    """Address of the item's channels of its first token in `out`."""
-    return A.out + (Int64(item.request * P.tokens) * A.heads + item.head) * (2 * HEAD_DIM)
-
-
-@cute.jit
-def load_weights(
-    A: Arguments, gate: cute.Tensor, taps: cute.Tensor, head: Int32, zero: Int32, at: Place, P: cutlass.Constexpr
-) -> None:
-    """To registers: a head's gate weights; unless `taps_shared`, convolution weight and bias of two channels. To be
-    completed by `settle_weights`. zero: as in `gate_product.load_lines`.
-    """
-    features = A.f_b + Int64(head) * (HEAD_DIM * gate_product.ROW_BYTES)
-    gate_product.load_lines(gate, features, zero, at.warp, at.lane)
-    if const_expr(not P.taps_shared):
-        if at.warp < chunked.CONVOLVING_WARPS:
-            for tap in range_constexpr(CONV_WIDTH):
-                load_pair(taps, tap, A.conv_weight, weight_place(A, CONV_WIDTH, tap, head, at), P)
-            # No bias: something else, so that this load, too, can have its address where it puts what it loads.
-            bias = A.conv_weight
-            if A.conv_bias != Int64(0):
-                bias = A.conv_bias
-            load_pair(taps, CONV_WIDTH, bias, weight_place(A, 1, 0, head, at), P)
-
-
-@cute.jit
-def settle_weights(A: Arguments, gate: cute.Tensor, taps: cute.Tensor, at: Place, P: cutlass.Constexpr) -> None:
-    """What `load_weights` has left to be done when its loads are there."""
-    gate_product.settle(gate, at.lane)
-    if const_expr(not P.taps_shared):
-        if A.conv_bias == Int64(0):
-            taps[None, CONV_WIDTH].fill(P.conv_dtype(0))
-
-
-@cute.jit
-def load_pair(taps: cute.Tensor, tap: cutlass.Constexpr, base: Int64, place: Int64, P: cutlass.Constexpr) -> None:
-    address = base + place * P.weight_bytes
-    source = cute.make_ptr(P.conv_dtype, address, GMEM, assumed_align=2 * P.weight_bytes)
-    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), taps[None, tap])
-
-
-@cute.jit
-def weight_place(A: Arguments, rows: cutlass.Constexpr, row: cutlass.Constexpr, head: Int32, at: Place) -> Int64:
-    """Element of this thread's two channels in weights [3, rows, D]."""
-    part, pair = at.tid // (HEAD_DIM // 2), at.tid % (HEAD_DIM // 2)
-    return (Int64(part * rows + row) * A.heads + head) * HEAD_DIM + 2 * pair
-
-
-@cute.jit
-def refresh_weights(
-    A: Arguments,
-    gate: cute.Tensor,
-    taps: cute.Tensor,
-    item: walk.Item,
-    left: Int32,
-    at: Place,
-    P: cutlass.Constexpr,
-) -> None:
-    """Load the weights of the next item's head, if there is one and it is another.
-
-    It stands where threads wait for the state anyway: with copies in flight the loads leave their queue slowly.
-    """
-    head = after(A, item).head
-    if left > 0 and head != item.head:
-        load_weights(A, gate, taps, head, A.heads >> 31, at, P)
-
-
-@cute.jit
 def ask_next(
     A: Arguments,
     M: Smem,
@@ -546,52 +411,11 @@ def ask_next(
 ) -> None:
     """All operands of the item after this one, as one group of copies. left: items after this one; numbers: its."""
     if left > 0:
-        later = after(A, item)
-        ask_parameters(A, M, later, later.head != item.head, left > 1, at, P)
+        later = streaming.after(A, item)
+        streaming.ask_parameters(A, M, later, later.head != item.head, left > 1, at, P)
         ask_window(A, M, numbers, later.head, at, P)
-        ask_projection(A, M, later, at, P)
+        streaming.ask_projection(A, M, later, at, P)
     arch.cp_async_commit_group()
-
-
-@cute.jit
-def ask_constants(A: Arguments, M: Smem, at: Place, P: cutlass.Constexpr) -> None:
-    """What is the same for all items."""
-    if at.warp == 0:
-        blocks.copy_async(M.norm_weight.iterator.toint() + at.lane * 16, A.norm_weight + at.lane * 16, 16)
-    if const_expr(P.taps_shared):
-        if at.warp < chunked.CONVOLVING_WARPS and A.conv_bias == Int64(0):
-            M.taps[None, at.tid, CONV_WIDTH].fill(P.conv_dtype(0))
-
-
-@cute.jit
-def ask_parameters(
-    A: Arguments,
-    M: Smem,
-    item: walk.Item,
-    new_head: cutlass.Boolean,
-    more: cutlass.Boolean,
-    at: Place,
-    P: cutlass.Constexpr,
-) -> None:
-    """Parameters of the gate and, of a new head, of the convolution; the numbers of the item after, if there is one."""
-    if at.warp == chunked.WARPS - 1:
-        source = A.dt_bias + Int64(item.head) * (4 * HEAD_DIM) + at.lane * 16
-        blocks.copy_async(M.dt_bias.iterator.toint() + at.lane * 16, source, 16)
-        if more and at.lane < P.numbers:
-            number = number_address(A, after(A, item).request, at.lane, P)
-            blocks.copy_async(M.numbers.iterator.toint() + at.lane * 4, number, 4)
-        if at.lane == 31:
-            blocks.copy_async(M.A_log.iterator.toint(), A.A_log + Int64(item.head) * 4, 4)
-    if const_expr(P.taps_shared):
-        if new_head and at.warp < chunked.CONVOLVING_WARPS:
-            size = 2 * P.weight_bytes
-            cell = M.taps.iterator.toint() + at.tid * size
-            for tap in range_constexpr(CONV_WIDTH):
-                source = A.conv_weight + weight_place(A, CONV_WIDTH, tap, item.head, at) * P.weight_bytes
-                blocks.copy_async(cell + tap * (32 * chunked.CONVOLVING_WARPS * size), source, size)
-            if A.conv_bias != Int64(0):
-                source = A.conv_bias + weight_place(A, 1, 0, item.head, at) * P.weight_bytes
-                blocks.copy_async(cell + CONV_WIDTH * (32 * chunked.CONVOLVING_WARPS * size), source, size)
 
 
 @cute.jit
@@ -599,108 +423,33 @@ def ask_window(A: Arguments, M: Smem, numbers: Int32, head: Int32, at: Place, P:
     request = request_of(numbers, P)
     if request.read > 0:
         window = conv_window.window_of(A, request.page, request.start)
-        if const_expr(P.layout == "rows"):
-            ask_rows_window(A, M, window, head, at)
-        else:
-            ask_taps(A, M, window, head, at)
-
-
-@cute.jit
-def ask_rows_window(A: Arguments, M: Smem, window: Window, head: Int32, at: Place) -> None:
-    """All entries of a dim-first window; a thread takes the same 16 bytes of q, k and v."""
-    part_bytes = 2 * HEAD_DIM * window.channel_stride
-    if at.tid * 16 < part_bytes:
-        target = M.window.iterator.toint() + at.tid * 16
-        source = window.page + Int64(head) * part_bytes + at.tid * 16
-        for part in range_constexpr(3):
-            blocks.copy_async(target + part * part_bytes, source + Int64(part * A.heads) * part_bytes, 16)
-
-
-@cute.jit
-def store_rows_window(A: Arguments, M: Smem, window: Window, head: Int32, at: Place) -> None:
-    """Back to where `ask_rows_window` took it from."""
-    part_bytes = 2 * HEAD_DIM * window.channel_stride
-    if at.tid * 16 < part_bytes:
-        source = M.window.iterator.toint() + at.tid * 16
-        target = window.page + Int64(head) * part_bytes + at.tid * 16
-        for part in range_constexpr(3):
-            blocks.copy_out(source + part * part_bytes, target + Int64(part * A.heads) * part_bytes)
-
-
-@cute.jit
-def taps_unit(A: Arguments, window: Window, row: Int32, first: Int32, head: Int32, at: Place) -> Int64:
-    """Address of 16 bytes of a row [entry from `first`, part] of a window-major window."""
-    entry, part = row // 3, row % 3
-    channel = (part * A.heads + head) * HEAD_DIM + at.tid % 16 * UNIT
-    return window.page + (Int64(first + entry) * window.tap_stride + channel) * 2
-
-
-@cute.jit
-def ask_taps(A: Arguments, M: Smem, window: Window, head: Int32, at: Place) -> None:
-    """The history of a window-major window, in front of the inputs."""
-    row = at.tid // 16
-    if row < 3 * HISTORY:
-        target = M.x.iterator.toint() + at.tid * 16
-        blocks.copy_async(target, taps_unit(A, window, row, window.start, head, at), 16)
-
-
-@cute.jit
-def store_taps(A: Arguments, M: Smem, window: Window, head: Int32, at: Place, P: cutlass.Constexpr) -> None:
-    """The two inputs before this step's, then these, as the first tokens + 2 entries."""
-    rows, step = 3 * (P.tokens + 2), _THREADS // 16
-    source = M.x.iterator.toint() + 6 * HEAD_DIM + at.tid * 16
-    for i in range_constexpr(ceil_div(rows, step)):
-        row = at.tid // 16 + i * step
-        if row < rows:
-            blocks.copy_out(source + i * (_THREADS * 16), taps_unit(A, window, row, Int32(0), head, at))
-
-
-@cute.jit
-def ask_projection(A: Arguments, M: Smem, item: walk.Item, at: Place, P: cutlass.Constexpr) -> None:
-    """A warp takes a token: q and k, v and output gate, f_a and beta, a half-warp each."""
-    t, half, unit = at.warp, at.lane // 16, at.lane % 16
-    if t < P.tokens:
-        row = A.projected + (Int64(item.request * P.tokens) + t) * A.pitch * 2
-        part_bytes = A.heads * (2 * HEAD_DIM)
-        mine = row + (item.head * (2 * HEAD_DIM) + half * part_bytes + unit * 16)
-        x = M.x.iterator.toint() + (P.history + t) * (6 * HEAD_DIM) + at.lane * 16
-        gates = M.out_gate.iterator.toint() + t * (2 * HEAD_DIM) + unit * 16
-        blocks.copy_async(x, mine, 16)
-        blocks.copy_async(gates if half == 1 else x + 4 * HEAD_DIM, mine + 2 * part_bytes, 16)
-        f_a = row + 4 * part_bytes
-        if half == 0:
-            place = M.f_a.iterator.toint() + t * (2 * HEAD_DIM) + (unit ^ t) * 16
-            blocks.copy_async(place, f_a + unit * 16, 16)
-        elif unit == 0:
-            # A word: the other half is beta of the neighbouring head, or padding of the row.
-            beta = f_a + (2 * HEAD_DIM + item.head // 2 * 4)
-            blocks.copy_async(M.beta.iterator.toint() + t * 4, beta, 4)
+        streaming.ask_window(A, M, window, head, at, P)
 
 
 @cute.jit
 def ask_state(A: Arguments, M: Smem, numbers: Int32, head: Int32, at: Place, P: cutlass.Constexpr) -> None:
     """A CTA's first state, a group of copies per piece."""
     slot = request_of(numbers, P).read
-    for group in range_constexpr(P.groups):
+    for piece in range_constexpr(P.pieces):
         if slot > 0:
-            ask_piece(M, prologue.state_of(A, slot, head, P), Int32(group), at, P)
+            ask_piece(M, prologue.state_of(A, slot, head, P), Int32(piece), at, P)
         arch.cp_async_commit_group()
 
 
 @cute.jit
-def ask_piece(M: Smem, page: Int64, group: Int32, at: Place, P: cutlass.Constexpr) -> None:
-    cells = cells_of(M, group, at, P)
+def ask_piece(M: Smem, page: Int64, piece: Int32, at: Place, P: cutlass.Constexpr) -> None:
+    cells = cells_of(M, piece, at, P)
     policy = blocks.evict_first() if const_expr(P.evict) else Int64(0)
     if const_expr(P.kind == "record"):
-        chunked.copy_line(cells, page, group, at.warp, at.lane, policy, P.evict, P)
+        chunked.copy_line(cells, page, piece, at.warp, at.lane, policy, P.evict, P)
     else:
-        state_rows.ask_piece(cells, page + state_rows.first_cell(group, at.warp, at.lane, P), 0, policy, P)
+        state_rows.ask_piece(cells, page + state_rows.first_cell(piece, at.warp, at.lane, P), 0, policy, P)
 
 
 @cute.jit
-def cells_of(M: Smem, group: Int32, at: Place, P: cutlass.Constexpr) -> Int32:
+def cells_of(M: Smem, piece: Int32, at: Place, P: cutlass.Constexpr) -> Int32:
     """Shared address of this thread's first cell of a piece."""
-    return M.state.iterator.toint() + at.tid * 16 + group * P.piece_cells
+    return M.state.iterator.toint() + at.tid * 16 + piece * P.piece_bytes
 
 
 @cute.jit
@@ -718,15 +467,15 @@ def multiply(
     """
     sums = chunked.accumulators(P)
     slot = request_of(following, P).read
-    page = prologue.state_of(A, slot, after(A, item).head, P)
-    for group in cutlass.range(P.groups, unroll=1):
-        at = place()
-        arch.cp_async_wait_group(P.groups)
-        cells = cells_of(M, group, at, P)
-        chunked.multiply_line(sums, cells, M.fragments, group, at.lane, P)
+    page = prologue.state_of(A, slot, streaming.after(A, item).head, P)
+    for piece in cutlass.range(P.pieces, unroll=1):
+        at = streaming.place()
+        arch.cp_async_wait_group(P.pieces)
+        cells = cells_of(M, piece, at, P)
+        chunked.multiply_line(sums, cells, M.fragments, piece, at.lane, P)
         arch.sync_warp()  # all lanes have read it
         if slot > 0:
-            ask_piece(M, page, group, at, P)
+            ask_piece(M, page, piece, at, P)
         arch.cp_async_commit_group()
     return sums
 
@@ -746,17 +495,17 @@ def advance_decode(
     token = take_token(M, Int32(0), at.lane, P)
     factors = (*blocks.normalizers(token.q, token.k, A.scale, LANES), beta)
     slot = request_of(following, P).read
-    page = prologue.state_of(A, slot, after(A, item).head, P)
+    page = prologue.state_of(A, slot, streaming.after(A, item).head, P)
     target = prologue.state_of(A, numbers, item.head, P)
-    for group in cutlass.range(P.groups, unroll=1):
-        arch.cp_async_wait_group(P.groups)
-        S = take_rows(cells_of(M, group, at, P), P)
+    for piece in cutlass.range(P.pieces, unroll=1):
+        arch.cp_async_wait_group(P.pieces)
+        S = take_piece(cells_of(M, piece, at, P), P)
         if slot > 0:
-            ask_piece(M, page, group, at, P)
+            ask_piece(M, page, piece, at, P)
         arch.cp_async_commit_group()
-        advance(S, token, factors, M, Int32(0), group, at, P)
+        advance(S, token, factors, M, Int32(0), piece, at, P)
         if numbers > 0:
-            store_rows(S, target + state_rows.first_cell(group, at.warp, at.lane, P), P)
+            store_piece(S, target + state_rows.first_cell(piece, at.warp, at.lane, P), P)
 
 
 @cute.jit
@@ -772,28 +521,28 @@ def advance_window(
     """The state by all tokens; after each it goes to the token's slot. Its pieces as in `multiply`."""
     live = request_of(numbers, P).read > 0
     slot = request_of(following, P).read
-    page = prologue.state_of(A, slot, after(A, item).head, P)
-    for group in cutlass.range(P.groups, unroll=1):
-        at = place()
-        arch.cp_async_wait_group(P.groups)
-        S = take_rows(cells_of(M, group, at, P), P)
+    page = prologue.state_of(A, slot, streaming.after(A, item).head, P)
+    for piece in cutlass.range(P.pieces, unroll=1):
+        at = streaming.place()
+        arch.cp_async_wait_group(P.pieces)
+        S = take_piece(cells_of(M, piece, at, P), P)
         if slot > 0:
-            ask_piece(M, page, group, at, P)
+            ask_piece(M, page, piece, at, P)
         arch.cp_async_commit_group()
         for t in cutlass.range(P.tokens, unroll=1):
             token = take_token(M, t, at.lane, P)
             factors = cute.make_rmem_tensor(4, Float32)
             cute.autovec_copy(M.factors[None, t], factors)
             of_token = (factors[0], factors[1], factors[2], factors[3])
-            advance(S, token, of_token, M, t, group, at, P)
+            advance(S, token, of_token, M, t, piece, at, P)
             own = arch.shuffle_sync(numbers, t)
             if live and own > 0:
                 item_state = prologue.state_of(A, own, item.head, P)
-                store_rows(S, item_state + state_rows.first_cell(group, at.warp, at.lane, P), P)
+                store_piece(S, item_state + state_rows.first_cell(piece, at.warp, at.lane, P), P)
 
 
 @cute.jit
-def take_rows(cells: Int32, P: cutlass.Constexpr) -> cute.Tensor:
+def take_piece(cells: Int32, P: cutlass.Constexpr) -> cute.Tensor:
     """A piece from its cells to registers, [columns, rows]."""
     S = cute.make_rmem_tensor((COLUMNS, PIECE_ROWS), Float32)
     for j in range_constexpr(PIECE_ROWS):
@@ -804,7 +553,7 @@ def take_rows(cells: Int32, P: cutlass.Constexpr) -> cute.Tensor:
 
 
 @cute.jit
-def store_rows(S: cute.Tensor, target: Int64, P: cutlass.Constexpr) -> None:
+def store_piece(S: cute.Tensor, target: Int64, P: cutlass.Constexpr) -> None:
     """A piece to its place in a page."""
     for j in range_constexpr(PIECE_ROWS):
         raw = cute.make_rmem_tensor(COLUMNS, P.dtype)
@@ -915,7 +664,7 @@ def advance(
     factors: tuple[Float32, Float32, Float32, Float32],
     M: Smem,
     t: Int32,
-    group: Int32,
+    piece: Int32,
     at: Place,
     P: cutlass.Constexpr,
 ) -> None:
@@ -934,7 +683,7 @@ def advance(
         sums[j] = w
         sums[rows + j] = y
     total = blocks.row_sums(sums, 2 * rows, LANES, lane)
-    row = 16 * warp + 2 * (rows * group + lane % (LANES // 2) // copies) + lane // LANES
+    row = 16 * warp + 2 * (rows * piece + lane % (LANES // 2) // copies) + lane // LANES
     v = cute.make_tensor(
         M.qkv.iterator, cute.make_layout((HEAD_DIM, 3, P.tokens), stride=(1, HEAD_DIM, chunked.QKV_PITCH))
     )
@@ -986,7 +735,7 @@ def normalize(
             if not live:
                 y = Float32(0)
             result[e] = y.to(BFloat16)
-        address = results_of(A, item, P) + (Int64(token * A.heads) * HEAD_DIM + 4 * lane) * 2
+        address = streaming.results_of(A, item, P) + (Int64(token * A.heads) * HEAD_DIM + 4 * lane) * 2
         prologue.store_quad(result, address)
 
 
