@@ -79,6 +79,26 @@ class Place(NamedTuple):
     lane: Int32
 
 
+class Turn(NamedTuple):
+    """An item in its turn.
+
+    numbers     its, a lane each
+    following   those of the item after it; zeros behind the last one
+    n, count    items of the CTA before it, and in all
+    """
+
+    item: walk.Item
+    numbers: Int32
+    following: Int32
+    n: Int32
+    count: Int32
+
+    @property
+    def left(self) -> Int32:
+        """Items after it: computed where it is asked for, for what is computed earlier makes other code."""
+        return self.count - 1 - self.n
+
+
 @cute.jit
 def place() -> Place:
     """Asked for anew now and then, so that what depends on it isn't kept in registers for long."""
@@ -160,15 +180,13 @@ def settle_weights(A: Arguments, weights: Weights, at: Place, P: cutlass.Constex
 
 
 @cute.jit
-def refresh_weights(
-    A: Arguments, weights: Weights, item: walk.Item, left: Int32, at: Place, P: cutlass.Constexpr
-) -> None:
-    """Load the weights of the next item's head, if there is one and it is another. left: items after this one.
+def refresh_weights(A: Arguments, weights: Weights, turn: Turn, at: Place, P: cutlass.Constexpr) -> None:
+    """Load the weights of the next item's head, if there is one and it is another.
 
     It stands where threads wait for the state anyway: with copies in flight the loads leave their queue slowly.
     """
-    head = after(A, item).head
-    if left > 0 and head != item.head:
+    head = after(A, turn.item).head
+    if turn.left > 0 and head != turn.item.head:
         load_weights(A, weights, head, A.heads >> 31, at, P)
 
 

@@ -48,7 +48,7 @@ from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import StepOperands
 from kda_kernels.parts import chunked, gate_product, prologue, streaming
 from kda_kernels.parts.prologue import ALIGNMENT, Operands
-from kda_kernels.parts.streaming import Place, Weights
+from kda_kernels.parts.streaming import Place, Turn, Weights
 from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, Problem, ceil_div
 from kda_kernels.variants import fused
 
@@ -377,7 +377,7 @@ def kda_fused_ws(A: Arguments, P: cutlass.Constexpr) -> None:
         if at.warp == chunked.SOLVER:
             chunked.solve(M.partials, M.pairs, M.matrix, M.solution, blocks.sigmoid(beta), at.lane, P)
         ask_next(A, M, item, request_of(following), pending, count - 1 - i, at, P)
-        streaming.refresh_weights(A, weights, item, count - 1 - i, at, P)
+        streaming.refresh_weights(A, weights, Turn(item, numbers, following, i, count), at, P)
 
         sums = advance(A, M, item, i, request_of(numbers).page, n, old, request_of(following).page, P)
         v = chunked.values(M.qkv, at.warp, at.lane, P)

@@ -45,8 +45,10 @@ from kda_kernels.device.gpu import Gpu
 from kda_kernels.device.smem import Area, Smem
 from kda_kernels.operands import StepOperands
 from kda_kernels.parts import chunked, conv_window, gate_product, prologue, state_rows, streaming
+from kda_kernels.parts.conv_window import Window
+from kda_kernels.parts.prologue import Record
 from kda_kernels.parts.state_rows import COLUMNS, HALF_WARP, LANES, PIECE_ROWS
-from kda_kernels.parts.streaming import Place
+from kda_kernels.parts.streaming import Place, Turn, Weights
 from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, Problem
 from kda_kernels.step import Compiled
 
@@ -251,33 +253,8 @@ def kda_stream(A: Arguments, P: cutlass.Constexpr) -> None:
     own = smem.allocate(P.areas)
     stage = own.stages.iterator.toint()
     both_stages = 2 * stage + smem.total(P.stage_areas)
-    first = with_stage(own, stage, P)
-    streaming.ask_constants(A, first, here, P)
-    streaming.ask_parameters(A, first, item, count > 0, count > 1, here, P)
-    if const_expr(not P.ahead):
-        arch.griddepcontrol_wait()
-        arch.griddepcontrol_launch_dependents()
-        streaming.ask_projection(A, first, item, here, P)
-    # So that nothing later waits for the gate weights on its behalf.
-    numbers = blocks.pinned(numbers)
-    ask_window(A, first, numbers, item.head, here, P)
-    if const_expr(not P.ahead):
-        arch.cp_async_commit_group()
     weights = streaming.weight_registers(P)
-    streaming.load_weights(A, weights, item.head, Int32(0), here, P)
-    # Keeps these loads in front of the state's copies: behind them, they would come late.
-    arch.sync_warp()
-    ask_state(A, first, numbers, item.head, here, P)
-    if const_expr(P.ahead):
-        arch.griddepcontrol_wait()
-        arch.griddepcontrol_launch_dependents()
-        streaming.ask_projection(A, first, item, here, P)
-        arch.cp_async_commit_group()
-        arch.cp_async_wait_group(0)
-    else:
-        arch.cp_async_wait_group(P.pieces)
-    arch.sync_threads()
-    streaming.settle_weights(A, weights, here, P)
+    numbers = ask_first(A, with_stage(own, stage, P), weights, item, numbers, count, here, P)
 
     for n in cutlass.range(count, unroll=1):
         at = streaming.place()
@@ -288,18 +265,9 @@ def kda_stream(A: Arguments, P: cutlass.Constexpr) -> None:
         following = M.numbers[min(at.lane, P.numbers - 1)]
         if n + 1 == count:
             following = Int32(0)
+        turn = Turn(item, numbers, following, n, count)
 
-        raw = gate_product.raw_gates(weights.gate, M.f_a, at.lane, P)
-        if const_expr(P.kind == "record"):
-            exp_A = blocks.exp(M.A_log[0])
-            chunked.store_gammas(raw, M.gamma, M.dt_bias, exp_A, A.lower_bound, record, at.warp, at.lane, P)
-        else:
-            store_decays(raw, M, A.lower_bound, at, P)
-        if at.warp < chunked.CONVOLVING_WARPS:
-            if const_expr(P.taps_shared):
-                cute.autovec_copy(M.taps[None, at.tid, None], weights.taps)
-            bias = weights.taps[None, CONV_WIDTH]
-            chunked.convolve_with(weights.taps, bias, M, M.qkv, window, record, at.tid, P)
+        prepare(A, M, weights, record, window, at, P)
         if const_expr(P.layout == "taps"):
             if now.read > 0:
                 streaming.store_window_major(A, M, window, item.head, at, P)
@@ -310,67 +278,140 @@ def kda_stream(A: Arguments, P: cutlass.Constexpr) -> None:
                 streaming.store_dim_first(A, M, window, item.head, at)
         other = both_stages - stage if const_expr(P.stages == 2) else stage
         if const_expr(P.stages == 2):
-            ask_next(A, with_stage(own, other, P), item, following, count - 1 - n, at, P)
-
+            ask_next(A, with_stage(own, other, P), turn, at, P)
         if const_expr(P.kind == "record"):
-            beta = M.beta[item.head % 2, min(at.lane % P.slots, P.tokens - 1)].to(Float32)
-            if const_expr(P.stages == 1):
-                factors = chunked.output_factors(M.out_gate, M.norm_weight, at.warp, at.lane, P)
-            chunked.build_fragments(M.fragments, M.qkv, M.gamma, A.scale, at.warp, chunked.WARPS, at.lane, P)
-            at = streaming.meet()
-            chunked.token_products(M.fragments, M.partials, at.warp, at.lane, P)
-            at = streaming.meet()
-            if at.warp == chunked.SOLVER:
-                chunked.solve(M.partials, M.pairs, M.matrix, M.solution, blocks.sigmoid(beta), at.lane, P)
-            if const_expr(P.stages == 1):
-                ask_next(A, with_stage(own, other, P), item, following, count - 1 - n, at, P)
-            streaming.refresh_weights(A, weights, item, count - 1 - n, at, P)
-            sums = multiply(A, M, item, following, P)
-            v = chunked.values(M.qkv, at.warp, at.lane, P)
-            if const_expr(P.stages == 2):
-                factors = chunked.output_factors(M.out_gate, M.norm_weight, at.warp, at.lane, P)
-            at = streaming.meet()
-            now = request_of(blocks.pinned(numbers), P)
-            record = prologue.record_of(A, now.row, item.head)
-            u, attended = chunked.finish(sums, v, M.solution, at.lane, P)
-            o = cute.make_rmem_tensor(4, Float32)
-            for i in range_constexpr(4):
-                o[i] = blocks.rounded(attended[i])
-                if now.read <= 0:
-                    o[i] = Float32(0)
-                    factors[i] = Float32(0)
-            chunked.store_squares(o, M.sums, at.warp, at.lane, P)
-            if record.row >= 0:
-                chunked.store_corrections(u, record.corrections, at.warp, at.lane, P)
-            arch.cp_async_wait_group(P.pieces)
-            at = streaming.meet()
-            results = streaming.results_of(A, item, P)
-            chunked.store_outputs(o, factors, M.sums, A.eps, results, A.heads * HEAD_DIM, at.warp, at.lane, P)
+            at = record_item(A, M, weights, turn, at, P)
         else:
-            gates = cute.make_rmem_tensor(4, BFloat16)
-            if const_expr(P.stages == 1):
-                take_gates(gates, M, at, P)
-            if const_expr(P.kind == "spec"):
-                token_factors(M, A.scale, item.head, at, P)
-                at = streaming.meet()
-                if const_expr(P.stages == 1):
-                    ask_next(A, with_stage(own, other, P), item, following, count - 1 - n, at, P)
-                streaming.refresh_weights(A, weights, item, count - 1 - n, at, P)
-                advance_window(A, M, item, numbers, following, at, P)
-            else:
-                beta = blocks.sigmoid(M.beta[item.head % 2, 0].to(Float32))
-                streaming.refresh_weights(A, weights, item, count - 1 - n, at, P)
-                advance_decode(A, M, item, numbers, following, beta, at, P)
-            arch.cp_async_wait_group(P.pieces)
-            at = streaming.meet()
-            if const_expr(P.stages == 2):
-                take_gates(gates, M, at, P)
-            normalize(A, M, gates, item, now.read > 0, at, P)
+            at = step_item(A, M, weights, turn, now, at, P)
 
         later = streaming.after(A, item)
         if later.head != item.head:
             streaming.settle_weights(A, weights, at, P)
         item, numbers, stage = later, following, other
+
+
+@cute.jit
+def ask_first(
+    A: Arguments,
+    M: Smem,
+    weights: Weights,
+    item: walk.Item,
+    numbers: Int32,
+    count: Int32,
+    at: Place,
+    P: cutlass.Constexpr,
+) -> Int32:
+    """A CTA's first item: its operands, of `count` items, are there, its state is asked for. Returns its numbers."""
+    streaming.ask_constants(A, M, at, P)
+    streaming.ask_parameters(A, M, item, count > 0, count > 1, at, P)
+    if const_expr(not P.ahead):
+        arch.griddepcontrol_wait()
+        arch.griddepcontrol_launch_dependents()
+        streaming.ask_projection(A, M, item, at, P)
+    # So that nothing later waits for the gate weights on its behalf.
+    numbers = blocks.pinned(numbers)
+    ask_window(A, M, numbers, item.head, at, P)
+    if const_expr(not P.ahead):
+        arch.cp_async_commit_group()
+    streaming.load_weights(A, weights, item.head, Int32(0), at, P)
+    # Keeps these loads in front of the state's copies: behind them, they would come late.
+    arch.sync_warp()
+    ask_state(A, M, numbers, item.head, at, P)
+    if const_expr(P.ahead):
+        arch.griddepcontrol_wait()
+        arch.griddepcontrol_launch_dependents()
+        streaming.ask_projection(A, M, item, at, P)
+        arch.cp_async_commit_group()
+        arch.cp_async_wait_group(0)
+    else:
+        arch.cp_async_wait_group(P.pieces)
+    arch.sync_threads()
+    streaming.settle_weights(A, weights, at, P)
+    return numbers
+
+
+@cute.jit
+def prepare(
+    A: Arguments, M: Smem, weights: Weights, record: Record, window: Window, at: Place, P: cutlass.Constexpr
+) -> None:
+    """The gate's decays, multiplied up in kind record; q, k and v, of a dim-first window rolled."""
+    raw = gate_product.raw_gates(weights.gate, M.f_a, at.lane, P)
+    if const_expr(P.kind == "record"):
+        exp_A = blocks.exp(M.A_log[0])
+        chunked.store_gammas(raw, M.gamma, M.dt_bias, exp_A, A.lower_bound, record, at.warp, at.lane, P)
+    else:
+        store_decays(raw, M, A.lower_bound, at, P)
+    if at.warp < chunked.CONVOLVING_WARPS:
+        if const_expr(P.taps_shared):
+            cute.autovec_copy(M.taps[None, at.tid, None], weights.taps)
+        bias = weights.taps[None, CONV_WIDTH]
+        chunked.convolve_with(weights.taps, bias, M, M.qkv, window, record, at.tid, P)
+
+
+@cute.jit
+def record_item(A: Arguments, M: Smem, weights: Weights, turn: Turn, at: Place, P: cutlass.Constexpr) -> Place:
+    """Products and finish of an item that is only read, in the chunked form."""
+    beta = M.beta[turn.item.head % 2, min(at.lane % P.slots, P.tokens - 1)].to(Float32)
+    if const_expr(P.stages == 1):
+        factors = chunked.output_factors(M.out_gate, M.norm_weight, at.warp, at.lane, P)
+    chunked.build_fragments(M.fragments, M.qkv, M.gamma, A.scale, at.warp, chunked.WARPS, at.lane, P)
+    at = streaming.meet()
+    chunked.token_products(M.fragments, M.partials, at.warp, at.lane, P)
+    at = streaming.meet()
+    if at.warp == chunked.SOLVER:
+        chunked.solve(M.partials, M.pairs, M.matrix, M.solution, blocks.sigmoid(beta), at.lane, P)
+    if const_expr(P.stages == 1):
+        ask_next(A, M, turn, at, P)
+    streaming.refresh_weights(A, weights, turn, at, P)
+    sums = multiply(A, M, turn, P)
+    v = chunked.values(M.qkv, at.warp, at.lane, P)
+    if const_expr(P.stages == 2):
+        factors = chunked.output_factors(M.out_gate, M.norm_weight, at.warp, at.lane, P)
+    at = streaming.meet()
+    now = request_of(blocks.pinned(turn.numbers), P)
+    record = prologue.record_of(A, now.row, turn.item.head)
+    u, attended = chunked.finish(sums, v, M.solution, at.lane, P)
+    o = cute.make_rmem_tensor(4, Float32)
+    for i in range_constexpr(4):
+        o[i] = blocks.rounded(attended[i])
+        if now.read <= 0:
+            o[i] = Float32(0)
+            factors[i] = Float32(0)
+    chunked.store_squares(o, M.sums, at.warp, at.lane, P)
+    if record.row >= 0:
+        chunked.store_corrections(u, record.corrections, at.warp, at.lane, P)
+    arch.cp_async_wait_group(P.pieces)
+    at = streaming.meet()
+    results = streaming.results_of(A, turn.item, P)
+    chunked.store_outputs(o, factors, M.sums, A.eps, results, A.heads * HEAD_DIM, at.warp, at.lane, P)
+    return at
+
+
+@cute.jit
+def step_item(
+    A: Arguments, M: Smem, weights: Weights, turn: Turn, now: Request, at: Place, P: cutlass.Constexpr
+) -> Place:
+    """Rows and finish of an item that is advanced token by token, kinds decode and spec."""
+    gates = cute.make_rmem_tensor(4, BFloat16)
+    if const_expr(P.stages == 1):
+        take_gates(gates, M, at, P)
+    if const_expr(P.kind == "spec"):
+        token_factors(M, A.scale, turn.item.head, at, P)
+        at = streaming.meet()
+        if const_expr(P.stages == 1):
+            ask_next(A, M, turn, at, P)
+        streaming.refresh_weights(A, weights, turn, at, P)
+        advance_window(A, M, turn, at, P)
+    else:
+        beta = blocks.sigmoid(M.beta[turn.item.head % 2, 0].to(Float32))
+        streaming.refresh_weights(A, weights, turn, at, P)
+        advance_decode(A, M, turn, beta, at, P)
+    arch.cp_async_wait_group(P.pieces)
+    at = streaming.meet()
+    if const_expr(P.stages == 2):
+        take_gates(gates, M, at, P)
+    normalize(A, M, gates, turn.item, now.read > 0, at, P)
+    return at
 
 
 def with_stage(M: Smem, address: Int32, P: Plan) -> Any:
@@ -400,20 +441,12 @@ def request_of(numbers: Int32, P: cutlass.Constexpr) -> Request:
 
 
 @cute.jit
-def ask_next(
-    A: Arguments,
-    M: Smem,
-    item: walk.Item,
-    numbers: Int32,
-    left: Int32,
-    at: Place,
-    P: cutlass.Constexpr,
-) -> None:
-    """All operands of the item after this one, as one group of copies. left: items after this one; numbers: its."""
-    if left > 0:
-        later = streaming.after(A, item)
-        streaming.ask_parameters(A, M, later, later.head != item.head, left > 1, at, P)
-        ask_window(A, M, numbers, later.head, at, P)
+def ask_next(A: Arguments, M: Smem, turn: Turn, at: Place, P: cutlass.Constexpr) -> None:
+    """All operands of the item after this one, as one group of copies."""
+    if turn.left > 0:
+        later = streaming.after(A, turn.item)
+        streaming.ask_parameters(A, M, later, later.head != turn.item.head, turn.left > 1, at, P)
+        ask_window(A, M, turn.following, later.head, at, P)
         streaming.ask_projection(A, M, later, at, P)
     arch.cp_async_commit_group()
 
@@ -453,21 +486,15 @@ def cells_of(M: Smem, piece: Int32, at: Place, P: cutlass.Constexpr) -> Int32:
 
 
 @cute.jit
-def multiply(
-    A: Arguments,
-    M: Smem,
-    item: walk.Item,
-    following: Int32,
-    P: cutlass.Constexpr,
-) -> cute.Tensor:
-    """Products of the state with the vectors; each piece is replaced by that of the next item. following: its numbers.
+def multiply(A: Arguments, M: Smem, turn: Turn, P: cutlass.Constexpr) -> cute.Tensor:
+    """Products of the state with the vectors; each piece is replaced by that of the next item.
 
     As many groups are younger than a piece that is waited for, whichever it is: its successors, the operands, and the
     next item's pieces before it.
     """
     sums = chunked.accumulators(P)
-    slot = request_of(following, P).read
-    page = prologue.state_of(A, slot, streaming.after(A, item).head, P)
+    slot = request_of(turn.following, P).read
+    page = prologue.state_of(A, slot, streaming.after(A, turn.item).head, P)
     for piece in cutlass.range(P.pieces, unroll=1):
         at = streaming.place()
         arch.cp_async_wait_group(P.pieces)
@@ -481,22 +508,13 @@ def multiply(
 
 
 @cute.jit
-def advance_decode(
-    A: Arguments,
-    M: Smem,
-    item: walk.Item,
-    numbers: Int32,
-    following: Int32,
-    beta: Float32,
-    at: Place,
-    P: cutlass.Constexpr,
-) -> None:
+def advance_decode(A: Arguments, M: Smem, turn: Turn, beta: Float32, at: Place, P: cutlass.Constexpr) -> None:
     """The state by one token, back to its page; its pieces as in `multiply`."""
     token = take_token(M, Int32(0), at.lane, P)
     factors = (*blocks.normalizers(token.q, token.k, A.scale, LANES), beta)
-    slot = request_of(following, P).read
-    page = prologue.state_of(A, slot, streaming.after(A, item).head, P)
-    target = prologue.state_of(A, numbers, item.head, P)
+    slot = request_of(turn.following, P).read
+    page = prologue.state_of(A, slot, streaming.after(A, turn.item).head, P)
+    target = prologue.state_of(A, turn.numbers, turn.item.head, P)
     for piece in cutlass.range(P.pieces, unroll=1):
         arch.cp_async_wait_group(P.pieces)
         S = take_piece(cells_of(M, piece, at, P), P)
@@ -504,24 +522,16 @@ def advance_decode(
             ask_piece(M, page, piece, at, P)
         arch.cp_async_commit_group()
         advance(S, token, factors, M, Int32(0), piece, at, P)
-        if numbers > 0:
+        if turn.numbers > 0:
             store_piece(S, target + state_rows.first_cell(piece, at.warp, at.lane, P), P)
 
 
 @cute.jit
-def advance_window(
-    A: Arguments,
-    M: Smem,
-    item: walk.Item,
-    numbers: Int32,
-    following: Int32,
-    at: Place,
-    P: cutlass.Constexpr,
-) -> None:
+def advance_window(A: Arguments, M: Smem, turn: Turn, at: Place, P: cutlass.Constexpr) -> None:
     """The state by all tokens; after each it goes to the token's slot. Its pieces as in `multiply`."""
-    live = request_of(numbers, P).read > 0
-    slot = request_of(following, P).read
-    page = prologue.state_of(A, slot, streaming.after(A, item).head, P)
+    live = request_of(turn.numbers, P).read > 0
+    slot = request_of(turn.following, P).read
+    page = prologue.state_of(A, slot, streaming.after(A, turn.item).head, P)
     for piece in cutlass.range(P.pieces, unroll=1):
         at = streaming.place()
         arch.cp_async_wait_group(P.pieces)
@@ -535,9 +545,9 @@ def advance_window(
             cute.autovec_copy(M.factors[None, t], factors)
             of_token = (factors[0], factors[1], factors[2], factors[3])
             advance(S, token, of_token, M, t, piece, at, P)
-            own = arch.shuffle_sync(numbers, t)
+            own = arch.shuffle_sync(turn.numbers, t)
             if live and own > 0:
-                item_state = prologue.state_of(A, own, item.head, P)
+                item_state = prologue.state_of(A, own, turn.item.head, P)
                 store_piece(S, item_state + state_rows.first_cell(piece, at.warp, at.lane, P), P)
 
 
