@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import simt
 import simt_cluster
-from compiled import Recorder, items_of_part, sass_of
+from compiled import Recorder, items_of, sass_of
 
 from kda_kernels import walk
 from kda_kernels.arguments import Arguments
@@ -75,25 +74,18 @@ def test_two_ctas_fit_an_sm(dtype: str, layout: str, window: int | None) -> None
         assert p.stages == 2 or kind != "decode"
 
 
-Division = Callable[..., tuple[int, int]]
-
-
-def halved(heads: int, requests: int, sms: int, most: int | None = None) -> tuple[int, int]:
-    return walk.halved(heads * requests, sms, most)
-
-
 # KdaStream's and KdaFusedWS's.
-DIVISIONS = pytest.mark.parametrize("divided", [walk.divided, halved])
+DIVISIONS = pytest.mark.parametrize("division", [walk.BY_HEAD, walk.HALVED], ids=["by_head", "halved"])
 
 
 @DIVISIONS
 @pytest.mark.parametrize(("heads", "requests"), TARGET_SIZES)
 @pytest.mark.parametrize("sms", [1, 2, 5, 132, 148])
-def test_ctas_cover_all_items_once(heads: int, requests: int, sms: int, divided: Division) -> None:
+def test_ctas_cover_all_items_once(heads: int, requests: int, sms: int, division: walk.Division) -> None:
     """Where each SM takes one CTA before any takes its second, no SM has more than its part of the items."""
-    per, ctas = divided(heads, requests, sms)
-    assert ctas <= 2 * sms
-    found = [items_of_part(cta, ctas, per, heads, requests) for cta in range(ctas)]
+    runs = division.runs(heads, requests, sms)
+    assert runs.ctas <= 2 * sms
+    found = [items_of(division, cta, runs, heads, requests) for cta in range(runs.ctas)]
     assert all(found)
     assert sorted(itertools.chain(*found)) == list(itertools.product(range(heads), range(requests)))
     counts = [len(part) for part in found]
@@ -104,20 +96,20 @@ def test_ctas_cover_all_items_once(heads: int, requests: int, sms: int, divided:
 @DIVISIONS
 @pytest.mark.parametrize(("heads", "requests"), TARGET_SIZES)
 @pytest.mark.parametrize("most", [1, 3, 1000])
-def test_ctas_of_few_items_cover_all_items_once(heads: int, requests: int, most: int, divided: Division) -> None:
-    per, ctas = divided(heads, requests, H200.sms, most)
-    assert ctas <= 2 * H200.sms or per == 2 * most or 0 < -per <= most
-    found = [items_of_part(cta, ctas, per, heads, requests) for cta in range(ctas)]
+def test_ctas_of_few_items_cover_all_items_once(heads: int, requests: int, most: int, division: walk.Division) -> None:
+    runs = division.runs(heads, requests, H200.sms, most)
+    assert runs.ctas <= 2 * H200.sms or runs.per == 2 * most or (runs.of_a_head and 0 < runs.size <= most)
+    found = [items_of(division, cta, runs, heads, requests) for cta in range(runs.ctas)]
     assert all(1 <= len(part) <= most for part in found)
     assert sorted(itertools.chain(*found)) == list(itertools.product(range(heads), range(requests)))
 
 
 @DIVISIONS
 @pytest.mark.parametrize(("heads", "requests"), [(12, 128), (12, 256), (96, 256), (96, 16)])
-def test_ctas_keep_heads_and_neighbours_share_requests(heads: int, requests: int, divided: Division) -> None:
+def test_ctas_keep_heads_and_neighbours_share_requests(heads: int, requests: int, division: walk.Division) -> None:
     """Of a CTA's steps few go to another head; of neighbouring CTAs most are at the same request, one head apart."""
-    per, ctas = divided(heads, requests, H200.sms)
-    found = [items_of_part(cta, ctas, per, heads, requests) for cta in range(ctas)]
+    runs = division.runs(heads, requests, H200.sms)
+    found = [items_of(division, cta, runs, heads, requests) for cta in range(runs.ctas)]
     steps = [a[0] != b[0] for items in found for a, b in itertools.pairwise(items)]
     assert sum(steps) <= 0.1 * len(steps)
     pairs = [(a, b) for x, y in itertools.pairwise(found) for a, b in zip(x, y, strict=False)]
@@ -129,16 +121,16 @@ def test_ctas_keep_heads_and_neighbours_share_requests(heads: int, requests: int
     ("heads", "requests"), [(12, 41), (12, 64), (12, 128), (6, 99), (4, 150), (32, 18), (24, 32), (24, 64)]
 )
 def test_no_cta_changes_heads_where_there_are_sms_enough(heads: int, requests: int) -> None:
-    per, ctas = walk.divided(heads, requests, H200.sms)
-    for cta in range(ctas):
-        assert len({head for head, _ in items_of_part(cta, ctas, per, heads, requests)}) == 1
+    runs = walk.BY_HEAD.runs(heads, requests, H200.sms)
+    for cta in range(runs.ctas):
+        assert len({head for head, _ in items_of(walk.BY_HEAD, cta, runs, heads, requests)}) == 1
 
 
 @DIVISIONS
 @pytest.mark.parametrize("counts", [(0, 5, 132), (5, 0, 132), (5, 5, 0), (5, 5, 132, 0)])
-def test_a_division_refuses_nothing_to_do(counts: tuple[int, ...], divided: Division) -> None:
+def test_a_division_refuses_nothing_to_do(counts: tuple[int, ...], division: walk.Division) -> None:
     with pytest.raises(ValueError, match="counts must be >= 1"):
-        divided(*counts)
+        division.runs(*counts)
 
 
 @pytest.mark.parametrize("groups", [2, 4])

@@ -224,8 +224,8 @@ def launch(compiled: Compiled, operands: StepOperands, stream: int) -> None:
     assert o.lower_bound is not None
     if o.lower_bound * p.tokens < chunked.MIN_LOG_GAMMA:
         raise ValueError(f"lower_bound={o.lower_bound} is too low for {p.tokens} tokens")
-    per, ctas = walk.halved(o.A_log.shape[0] * o.slots.shape[0], compiled.sms, compiled.most_items)
-    cubin.launcher(compiled.binary).launch((ctas, 1, 1), arguments.values(o, per), stream, compiled.pdl)
+    runs = walk.HALVED.runs(o.A_log.shape[0], o.slots.shape[0], compiled.sms, compiled.most_items)
+    cubin.launcher(compiled.binary).launch(runs.grid, arguments.values(o, runs.per), stream, compiled.pdl)
 
 
 @cute.jit
@@ -309,8 +309,7 @@ def kda_fused_ws(A: Arguments, P: cutlass.Constexpr) -> None:
     cta, _, _ = arch.block_idx()
     at = streaming.place()
     ctas, _, _ = arch.grid_dim()
-    begin, count = walk.half_of(cta, ctas, A.per, A.heads * A.requests)
-    item = walk.item_at(begin, A.per, A.heads, A.requests)
+    item, count = walk.HALVED.first(cta, ctas, A.per, A.heads, A.requests)
 
     # The slot must be the first load: behind the copies it comes back a microsecond later.
     numbers = blocks.at(Int32, streaming.number_address(A, item.request, min(at.lane, 1), P), Int32(0))

@@ -223,8 +223,8 @@ def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
 def launch(compiled: Compiled, operands: StepOperands, stream: int) -> None:
     """Enqueue one step. Raises ValueError, naming the operand, for operands that the compiled kernel can't take."""
     heads, requests = operands.A_log.shape[0], operands.slots.shape[0]
-    per, ctas = walk.divided(heads, requests, compiled.sms, compiled.most_items)
-    step.enqueue("KdaStream", compiled, operands, stream, (ctas, 1, 1), per)
+    runs = walk.BY_HEAD.runs(heads, requests, compiled.sms, compiled.most_items)
+    step.enqueue("KdaStream", compiled, operands, stream, runs.grid, runs.per)
 
 
 class Request(NamedTuple):
@@ -245,8 +245,7 @@ def kda_stream(A: Arguments, P: cutlass.Constexpr) -> None:
     cta, _, _ = arch.block_idx()
     here = streaming.place()
     ctas, _, _ = arch.grid_dim()
-    begin, count = walk.part_of(cta, ctas, A.per, A.heads, A.requests)
-    item = walk.item_at(begin, max(A.per, -A.per), A.heads, A.requests)
+    item, count = walk.BY_HEAD.first(cta, ctas, A.per, A.heads, A.requests)
 
     # The slot must be the first load: behind the copies it comes back a microsecond later.
     numbers = blocks.at(Int32, streaming.number_address(A, item.request, min(here.lane, P.numbers - 1), P), Int32(0))
