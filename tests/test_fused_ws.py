@@ -21,8 +21,9 @@ from kda_kernels.arguments import Arguments
 from kda_kernels.device import cubin
 from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import StepOperands, make_step
+from kda_kernels.parts import streaming
 from kda_kernels.problem import Problem
-from kda_kernels.variants import fused_ws, stream
+from kda_kernels.variants import fused_ws
 
 GPUS = {"sm_90a": Gpu("sm_90a", 132), "sm_100a": Gpu("sm_100a", 148), "sm_103a": Gpu("sm_103a", 148)}
 H200 = GPUS["sm_90a"]
@@ -176,7 +177,7 @@ def test_emulation_notices_a_missing_barrier(
     emulated: ModuleType, monkeypatch: pytest.MonkeyPatch, left_out: int
 ) -> None:
     """Any of those that an item passes; what was in time by luck is not, for some order of the warps."""
-    real, passed = emulated.stream.arch.sync_threads, Counter[Any]()
+    real, passed = emulated.streaming.arch.sync_threads, Counter[Any]()
 
     def all_but_one() -> None:
         thread = id(simt.current())
@@ -232,7 +233,7 @@ def check_resources(compiled: fused_ws.Compiled) -> None:
     assert found.stack_bytes == 0
     assert (found.threads, found.cluster) == (256, 1)
     assert found.registers <= 128
-    assert found.smem_bytes == compiled.plan.smem_bytes <= stream.SMEM_BYTES
+    assert found.smem_bytes == compiled.plan.smem_bytes <= streaming.SMEM_BYTES
     assert found.ctas_per_sm >= 2
     assert len(compiled.binary.parameters) == len(Arguments._fields)
 

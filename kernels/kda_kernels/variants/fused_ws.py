@@ -46,10 +46,11 @@ from kda_kernels.arguments import Arguments
 from kda_kernels.device import blocks, cubin
 from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import StepOperands
-from kda_kernels.parts import chunked, gate_product, prologue
+from kda_kernels.parts import chunked, gate_product, prologue, streaming
 from kda_kernels.parts.prologue import ALIGNMENT, Operands
+from kda_kernels.parts.streaming import Place, Turn, Weights
 from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, Problem, ceil_div
-from kda_kernels.variants import fused, stream
+from kda_kernels.variants import fused
 
 KERNELS = ("kda_fused_ws",)
 
@@ -99,7 +100,7 @@ class Plan(fused.Common):
 
     @property
     def ctas_per_sm(self) -> int:
-        return stream.CTAS_PER_SM
+        return streaming.CTAS_PER_SM
 
     @property
     def numbers(self) -> int:
@@ -172,7 +173,7 @@ def plan(problem: Problem, spec: Spec) -> Plan:
     )
     room = (spec.staged,) if spec.staged is not None else range(p.lines, _FEWEST_LINES - 1, -1)
     plans = [replace(p, staged=staged) for staged in room]
-    return next((p for p in plans if p.smem_bytes <= stream.SMEM_BYTES), plans[-1])
+    return next((p for p in plans if p.smem_bytes <= streaming.SMEM_BYTES), plans[-1])
 
 
 def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
@@ -193,7 +194,7 @@ def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
         return f"window={spec.window} must lie in {problem.tokens + 2}..16"
     if spec.most_items is not None and spec.most_items < 1:
         return f"most_items={spec.most_items} must be at least 1"
-    needed, most = plan(problem, spec).smem_bytes, min(stream.SMEM_BYTES, gpu.smem_per_block)
+    needed, most = plan(problem, spec).smem_bytes, min(streaming.SMEM_BYTES, gpu.smem_per_block)
     if needed > most:
         return f"{needed} bytes of shared memory exceed {most}"
     return None
@@ -223,8 +224,8 @@ def launch(compiled: Compiled, operands: StepOperands, stream: int) -> None:
     assert o.lower_bound is not None
     if o.lower_bound * p.tokens < chunked.MIN_LOG_GAMMA:
         raise ValueError(f"lower_bound={o.lower_bound} is too low for {p.tokens} tokens")
-    per, ctas = walk.halved(o.A_log.shape[0] * o.slots.shape[0], compiled.sms, compiled.most_items)
-    cubin.launcher(compiled.binary).launch((ctas, 1, 1), arguments.values(o, per), stream, compiled.pdl)
+    runs = walk.HALVED.runs(o.A_log.shape[0], o.slots.shape[0], compiled.sms, compiled.most_items)
+    cubin.launcher(compiled.binary).launch(runs.grid, arguments.values(o, runs.per), stream, compiled.pdl)
 
 
 @cute.jit
@@ -306,25 +307,23 @@ def allocate(P: Plan) -> Shared:
 @cute.kernel
 def kda_fused_ws(A: Arguments, P: cutlass.Constexpr) -> None:
     cta, _, _ = arch.block_idx()
-    at = stream.place()
+    at = streaming.place()
     ctas, _, _ = arch.grid_dim()
-    begin, count = walk.half_of(cta, ctas, A.per, A.heads * A.requests)
-    item = walk.item_at(begin, A.per, A.heads, A.requests)
+    item, count = walk.HALVED.first(cta, ctas, A.per, A.heads, A.requests)
 
     # The slot must be the first load: behind the copies it comes back a microsecond later.
-    numbers = blocks.at(Int32, stream.number_address(A, item.request, min(at.lane, 1), P), Int32(0))
+    numbers = blocks.at(Int32, streaming.number_address(A, item.request, min(at.lane, 1), P), Int32(0))
     M = allocate(P)
-    stream.ask_constants(A, M, at, P)
-    stream.ask_parameters(A, M, M, item, count > 0, count > 1, at, P)
-    gate_weights = cute.make_rmem_tensor(gate_product.WEIGHTS, Uint32)
-    taps = cute.make_rmem_tensor((2, CONV_WIDTH + 1), P.conv_dtype)
+    streaming.ask_constants(A, M, at, P)
+    streaming.ask_parameters(A, M, item, count > 0, count > 1, at, P)
+    weights = streaming.weight_registers(P)
     if const_expr(P.ahead):
         # So that nothing waits for the gate weights on its behalf.
         numbers = blocks.pinned(numbers)
-        ask_first(A, M, gate_weights, taps, numbers, item.head, at, P)
+        ask_first(A, M, weights, numbers, item.head, at, P)
     arch.griddepcontrol_wait()
     arch.griddepcontrol_launch_dependents()
-    stream.ask_projection(A, M, item, at, P)
+    streaming.ask_projection(A, M, item, at, P)
     numbers = blocks.pinned(numbers)
     pending = pending_of(A, request_of(numbers))
     start, asked = Int32(0), Int32(P.tokens)
@@ -335,13 +334,13 @@ def kda_fused_ws(A: Arguments, P: cutlass.Constexpr) -> None:
     if const_expr(P.ahead):
         arch.cp_async_wait_group(0)
     else:
-        ask_first(A, M, gate_weights, taps, numbers, item.head, at, P)
+        ask_first(A, M, weights, numbers, item.head, at, P)
         arch.cp_async_wait_group(P.staged)
     arch.sync_threads()
-    stream.settle_weights(A, gate_weights, taps, at, P)
+    streaming.settle_weights(A, weights, at, P)
 
     for i in cutlass.range(count, unroll=1):
-        at = stream.place()
+        at = streaming.place()
         now = request_of(numbers)
         n = fused.clamped(pending, P)
         window = fused.window_of(A, now.page, n)
@@ -351,37 +350,37 @@ def kda_fused_ws(A: Arguments, P: cutlass.Constexpr) -> None:
             following = Int32(0)
         pending = pending_of(A, request_of(following))
 
-        raw = gate_product.raw_gates(gate_weights, M.f_a, at.lane, P)
+        raw = gate_product.raw_gates(weights.gate, M.f_a, at.lane, P)
         exp_A = blocks.exp(M.A_log[0])
         chunked.store_gammas(raw, M.gamma, M.dt_bias, exp_A, A.lower_bound, record, at.warp, at.lane, P)
         if at.warp < chunked.CONVOLVING_WARPS:
-            cute.autovec_copy(M.taps[None, at.tid, None], taps)
-            chunked.convolve_with(taps, taps[None, CONV_WIDTH], M, M.qkv, window, record, at.tid, P)
+            cute.autovec_copy(M.taps[None, at.tid, None], weights.taps)
+            chunked.convolve_with(weights.taps, weights.taps[None, CONV_WIDTH], M, M.qkv, window, record, at.tid, P)
         else:
             fused.weigh(M, n, exp_A, A.lower_bound, at.warp - chunked.CONVOLVING_WARPS, at.lane, P)
         if const_expr(P.layout == "taps"):
             if now.page > 0:
-                stream.store_taps(A, M, window, item.head, at, P)
-        at = stream.meet()
+                streaming.store_window_major(A, M, window, item.head, at, P)
+        at = streaming.meet()
 
         if const_expr(P.layout == "rows"):
             if now.page > 0:
-                stream.store_rows_window(A, M, window, item.head, at)
+                streaming.store_dim_first(A, M, window, item.head, at)
         beta = M.beta[item.head % 2, min(at.lane % P.slots, P.tokens - 1)].to(Float32)
         factors = chunked.output_factors(M.out_gate, M.norm_weight, at.warp, at.lane, P)
         old = fused.old_corrections(M, n, at.warp, at.lane, P)
         chunked.build_fragments(M.fragments, M.qkv, M.gamma, A.scale, at.warp, chunked.WARPS, at.lane, P)
-        at = stream.meet()
+        at = streaming.meet()
         chunked.token_products(M.fragments, M.partials, at.warp, at.lane, P)
-        at = stream.meet()
+        at = streaming.meet()
         if at.warp == chunked.SOLVER:
             chunked.solve(M.partials, M.pairs, M.matrix, M.solution, blocks.sigmoid(beta), at.lane, P)
         ask_next(A, M, item, request_of(following), pending, count - 1 - i, at, P)
-        stream.refresh_weights(A, gate_weights, taps, item, count - 1 - i, at, P)
+        streaming.refresh_weights(A, weights, Turn(item, numbers, following, i, count), at, P)
 
         sums = advance(A, M, item, i, request_of(numbers).page, n, old, request_of(following).page, P)
         v = chunked.values(M.qkv, at.warp, at.lane, P)
-        at = stream.meet()
+        at = streaming.meet()
         now = request_of(blocks.pinned(numbers))
         record = prologue.record_of(A, now.row, item.head)
         u, attended = chunked.finish(sums, v, M.solution, at.lane, P)
@@ -395,13 +394,13 @@ def kda_fused_ws(A: Arguments, P: cutlass.Constexpr) -> None:
         if record.row >= 0:
             chunked.store_corrections(u, record.corrections, at.warp, at.lane, P)
         arch.cp_async_wait_group(P.lines)
-        at = stream.meet()
-        results = stream.results_of(A, item, P)
+        at = streaming.meet()
+        results = streaming.results_of(A, item, P)
         chunked.store_outputs(o, factors, M.squares, A.eps, results, A.heads * HEAD_DIM, at.warp, at.lane, P)
 
-        later = stream.after(A, item)
+        later = streaming.after(A, item)
         if later.head != item.head:
-            stream.settle_weights(A, gate_weights, taps, at, P)
+            streaming.settle_weights(A, weights, at, P)
         item, numbers = later, following
 
 
@@ -431,16 +430,13 @@ def ask_request(
     head: Int32,
     n: Int32,
     tokens: Int32,
-    at: stream.Place,
+    at: Place,
     P: cutlass.Constexpr,
 ) -> None:
     """A request's window, of layout taps with n pending tokens, and the first `tokens` of its record."""
     if request.page > 0:
         window = fused.window_of(A, request.page, n)
-        if const_expr(P.layout == "rows"):
-            stream.ask_rows_window(A, M, window, head, at)
-        else:
-            stream.ask_taps(A, M, window, head, at)
+        streaming.ask_window(A, M, window, head, at, P)
     record = prologue.record_of(A, request.row, head)
     fused.load_keys(M, record, tokens, at.tid, P)
     units = 4 * HEAD_DIM // 16
@@ -462,7 +458,7 @@ def ask_next(
     request: Request,
     pending: Int32,
     left: Int32,
-    at: stream.Place,
+    at: Place,
     P: cutlass.Constexpr,
 ) -> None:
     """All operands of the item after this one, as one group of copies.
@@ -471,12 +467,12 @@ def ask_next(
     left               items after this one
     """
     if left > 0:
-        later = stream.after(A, item)
-        stream.ask_parameters(A, M, M, later, later.head != item.head, left > 1, at, P)
+        later = streaming.after(A, item)
+        streaming.ask_parameters(A, M, later, later.head != item.head, left > 1, at, P)
         n = fused.clamped(pending, P)
         asked = n if const_expr(P.records == "pending") else Int32(P.tokens)
         ask_request(A, M, request, later.head, n, asked, at, P)
-        stream.ask_projection(A, M, later, at, P)
+        streaming.ask_projection(A, M, later, at, P)
     arch.cp_async_commit_group()
 
 
@@ -484,15 +480,14 @@ def ask_next(
 def ask_first(
     A: Arguments,
     M: cutlass.Constexpr,
-    gate_weights: cute.Tensor,
-    taps: cute.Tensor,
+    weights: Weights,
     numbers: Int32,
     head: Int32,
-    at: stream.Place,
+    at: Place,
     P: cutlass.Constexpr,
 ) -> None:
     """A head's gate weights, and as much of a CTA's first state as there is room for, a group of copies per line."""
-    stream.load_weights(A, gate_weights, taps, head, Int32(0), at, P)
+    streaming.load_weights(A, weights, head, Int32(0), at, P)
     # Keeps these loads in front of the state's copies: behind them, they would come late.
     arch.sync_warp()
     page = request_of(numbers).page
@@ -503,9 +498,7 @@ def ask_first(
 
 
 @cute.jit
-def ask_line(
-    M: cutlass.Constexpr, state: Int64, line: Int32, turn: Int32, at: stream.Place, P: cutlass.Constexpr
-) -> None:
+def ask_line(M: cutlass.Constexpr, state: Int64, line: Int32, turn: Int32, at: Place, P: cutlass.Constexpr) -> None:
     """A line of the state at an address, to its place of the ring: the line is the turn'th of the CTA's walk."""
     cells = line_of(M, turn, P) + 16 * at.tid
     chunked.copy_line(cells, state, line, at.warp, at.lane, Int64(0), False, P)
@@ -542,10 +535,10 @@ def advance(
     total.fill(Float32(0))
     sums = cute.make_tensor(total.iterator, cute.make_layout((4, 2, P.tiles), stride=(1, 0, 4)))
     state = prologue.state_of(A, page, item.head, P)
-    next_state = prologue.state_of(A, following, stream.after(A, item).head, P)
+    next_state = prologue.state_of(A, following, streaming.after(A, item).head, P)
     # Rolled: the compiler would put off the products of a line until the last one has arrived.
     for line in cutlass.range(P.lines, unroll=1):
-        at = stream.place()
+        at = streaming.place()
         turn = P.lines * index + line
         if const_expr(P.staged < P.lines):
             if line < P.staged:
@@ -560,7 +553,7 @@ def advance(
         if asked >= P.lines:
             asked, live, source = asked - P.lines, following, next_state
         if live > 0:
-            ask_line(M, source, asked, turn + P.staged, stream.place(), P)
+            ask_line(M, source, asked, turn + P.staged, streaming.place(), P)
         arch.cp_async_commit_group()
     both = chunked.accumulators(P)
     for tile in range_constexpr(P.tiles):
