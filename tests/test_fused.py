@@ -19,6 +19,7 @@ from kda_kernels import arguments
 from kda_kernels.device import cubin
 from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import StepOperands, make_step
+from kda_kernels.parts import fold
 from kda_kernels.problem import HEAD_DIM, Problem
 from kda_kernels.variants import fused
 
@@ -113,13 +114,13 @@ def test_threads_cover_a_state_once(shape: tuple[int, int]) -> None:
 def test_fold_fragments_have_no_bank_conflicts(slots: int) -> None:
     pitch = 4 * (4 * slots) + 4
     for first in range(0, 32, 8):  # eight lanes at a time load 16 bytes each
-        places = {fused.fold_place(lane // 4, lane % (slots // 2)) for lane in range(first, first + 8)}
+        places = {fold.fold_place(lane // 4, lane % (slots // 2)) for lane in range(first, first + 8)}
         assert len({place % 8 for place in places}) == len(places)
     for t in range(slots // 2):
         for i in range(2):
             for warp in range(4):  # sixteen lanes at a time store 8 bytes each
                 banks = [
-                    (pair // 8 * pitch + 4 * fused.fold_place(pair % 8 // 2 * 2 + i, t) + 2 * (pair % 2)) // 2 % 16
+                    (pair // 8 * pitch + 4 * fold.fold_place(pair % 8 // 2 * 2 + i, t) + 2 * (pair % 2)) // 2 % 16
                     for pair in range(16 * warp, 16 * warp + 16)
                 ]
                 assert len(set(banks)) == 16
@@ -218,7 +219,7 @@ def test_emulation_agrees_with_the_reference(emulated: ModuleType, case: str) ->
 
 def test_emulation_notices_a_missing_barrier(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one behind the convolution."""
-    real, passed = emulated.arch.sync_threads, Counter[Any]()
+    real, passed = emulated.fused_cluster.arch.sync_threads, Counter[Any]()
 
     def all_but_one() -> None:
         thread = id(simt.current())
@@ -226,7 +227,7 @@ def test_emulation_notices_a_missing_barrier(emulated: ModuleType, monkeypatch: 
         if passed[thread] != 2:
             real()
 
-    monkeypatch.setattr(emulated.arch, "sync_threads", all_but_one)
+    monkeypatch.setattr(emulated.fused_cluster.arch, "sync_threads", all_but_one)
     of, spec, choices = CASES["4, after the projection"]
     assert emulate(emulated, of, spec, seed=1, **choices) is not None
 

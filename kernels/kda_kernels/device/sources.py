@@ -31,24 +31,25 @@ def path_of(module: str) -> Path:
 def behind(module: str) -> tuple[str, ...]:
     """The modules of this package that decide the code of a kernel in `module`, itself included, sorted.
 
-    Those that use the DSL, as far as imports at the top of files lead through such, and the problem's constants.
+    Of others those that use the DSL, as far as imports at the top of files lead through such, and the problem's
+    constants.
     """
     return tuple(sorted({*in_order((module,)), *_ALWAYS}))
 
 
 def in_order(modules: Iterable[str]) -> list[str]:
-    """Modules that use the DSL, and those that they need of such: each behind what it needs."""
+    """Modules, and what they need of such as use the DSL: each behind what it needs."""
     found: dict[str, None] = {}
 
-    def visit(module: str) -> None:
+    def visit(module: str, asked: bool = False) -> None:
         needed, uses_dsl = _imports(path_of(module))
-        if uses_dsl and module not in found:
+        if (uses_dsl or asked) and module not in found:
             for other in needed:
                 visit(other)
             found[module] = None
 
     for module in modules:
-        visit(module)
+        visit(module, asked=True)
     return list(found)
 
 
