@@ -21,7 +21,8 @@ from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import StepOperands, make_step
 from kda_kernels.parts import fold
 from kda_kernels.problem import HEAD_DIM, Problem
-from kda_kernels.variants import fused
+from kda_kernels.step import Compiled
+from kda_kernels.variants import fused, fused_cluster
 
 H200 = Gpu("sm_90a", 132)
 SHAPES = ((1, 256), (2, 256), (2, 128), (4, 256), (4, 128), (8, 256), (8, 128))
@@ -37,9 +38,9 @@ def problem(tokens: int = 8, **more: Any) -> Problem:
     return Problem("replay", **{"requests": 4, "heads": 6, "tokens": tokens, "pending": "mix", **more})
 
 
-def plan(of: Problem, spec: fused.Spec) -> fused.Plan:
+def plan(of: Problem, spec: fused.Spec) -> fused_cluster.Plan:
     p = fused.plan(of, spec)
-    assert isinstance(p, fused.Plan)
+    assert isinstance(p, fused_cluster.Plan)
     return p
 
 
@@ -66,6 +67,9 @@ def plan(of: Problem, spec: fused.Spec) -> fused.Plan:
         (problem(), {"window": 9}, "window=9 must lie in 10..16"),
         (problem(), {"window": 17}, "window=17 must lie in 10..16"),
         (problem(requests=70_000), {}, "requests=70000"),
+        (problem(lower_bound=-8.0), {}, "lower_bound=-8.0 is too low for 8 tokens"),
+        (problem(lower_bound=-8.0), LINE_CHOICES, "lower_bound=-8.0 is too low for 8 tokens"),
+        (problem(lower_bound=None), {}, "unbounded"),
     ],
 )
 def test_unsupported(of: Problem, choices: dict[str, Any], reason: str) -> None:
@@ -255,12 +259,12 @@ def test_nothing_is_overwritten_by_what_comes_early(emulated: ModuleType, monkey
     assert emulate(emulated, of, spec, seed=2, **choices) is None
 
 
-def assert_resources(compiled: fused.Compiled) -> None:
+def assert_resources(compiled: Compiled) -> None:
     found, p = compiled.resources, compiled.plan
     assert found.stack_bytes == 0
     assert found.smem_bytes == p.smem_bytes
     assert found.ctas_per_sm >= p.ctas_per_sm >= 2
-    assert (found.threads, found.cluster) == (p.threads, p.split)
+    assert (found.threads, found.cluster) == (p.threads, p.cluster)
     assert fused.KERNELS[0] in compiled.binary.symbol
     assert len(compiled.binary.parameters) == len(arguments.Arguments._fields)
 

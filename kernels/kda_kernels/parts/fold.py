@@ -12,6 +12,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from kda_kernels.arguments import Arguments
 from kda_kernels.device import blocks
+from kda_kernels.device.smem import Smem
 from kda_kernels.parts import chunked, conv_window
 from kda_kernels.parts.conv_window import Window
 from kda_kernels.parts.prologue import UNIT, Record
@@ -28,29 +29,28 @@ SMEM = cutlass.AddressSpace.smem
 
 @dataclass(frozen=True)
 class Shape(chunked.Shape):
-    """What decides the code in all forms. A plan's repr is the cache key."""
+    """What decides the code of a replay step.
 
-    kind: str
-    gate_mode: int
+    records         all: an item's record is read whole; pending: as far as tokens are pending, once
+                    their count is known
+    stream_stores   the state is stored as streaming
+    """
+
     records: str
     stream_stores: bool
 
     @property
-    def warps(self) -> int:
-        return self.threads // 32
-
-    @property
-    def chains(self) -> int:
-        return 1 if self.gate_mode == 0 else 4
+    def least_log_gate(self) -> float | None:
+        return chunked.MIN_LOG_GAMMA
 
     @property
     def fold_places(self) -> int:
-        """Lanes whose fragments differ in the fold: with four slots lanes t and t + 2 have the same."""
+        """Lanes whose weighed keys differ: with four slots lanes t and t + 2 have the same."""
         return 4 * self.slots
 
     @property
     def fold_layout(self) -> Any:
-        """Words: (hi or lo, half of a cell, place, cell)."""
+        """Words of M.fold: (hi or lo, half of a cell, place, cell)."""
         pitch = 4 * self.fold_places + 4
         return cute.make_layout((2, 2, self.fold_places, self.row_cells), stride=(1, 2, 4, pitch))
 
@@ -59,8 +59,8 @@ class Shape(chunked.Shape):
         return 4 * self.row_cells * (4 * self.fold_places + 4)
 
     @property
-    def areas(self) -> dict[str, int]:
-        """Bytes of shared memory by use."""
+    def areas(self) -> Any:
+        """Shared memory: bytes by use, or what stands for it."""
         raise NotImplementedError
 
     @property
@@ -82,7 +82,7 @@ def window_of(A: Arguments, page: Int32, n: Int32) -> Window:
 
 
 @cute.jit
-def load_keys(M: cutlass.Constexpr, record: Record, count: Int32, tid: Int32, P: cutlass.Constexpr) -> None:
+def load_keys(M: Smem, record: Record, count: Int32, tid: Int32, P: cutlass.Constexpr) -> None:
     """Keys and gates of a record's first `count` tokens."""
     tokens = Int32(0)
     if record.row >= 0:
@@ -97,7 +97,7 @@ def load_keys(M: cutlass.Constexpr, record: Record, count: Int32, tid: Int32, P:
 
 @cute.jit
 def weigh(
-    M: cutlass.Constexpr,
+    M: Smem,
     n: Int32,
     exp_A: Float32,
     lower_bound: Float32,
@@ -166,7 +166,7 @@ def fold_cell(
     x: cute.Tensor,
     y: cute.Tensor,
     u: tuple[Uint32, ...],
-    M: cutlass.Constexpr,
+    M: Smem,
     cell: Int32,
     lane: Int32,
     P: cutlass.Constexpr,
@@ -193,9 +193,7 @@ def fold_cell(
 
 
 @cute.jit
-def old_corrections(
-    M: cutlass.Constexpr, n: Int32, tile: Int32, lane: Int32, P: cutlass.Constexpr
-) -> tuple[Uint32, ...]:
+def old_corrections(M: Smem, n: Int32, tile: Int32, lane: Int32, P: cutlass.Constexpr) -> tuple[Uint32, ...]:
     """The pending tokens' corrections of 16 rows as the A fragment of `fold_cell`."""
     pairs = cute.make_tensor(
         M.old_corrections.iterator, cute.make_layout((2, P.rows // 2, P.tokens), stride=(1, 2, P.rows))
@@ -244,7 +242,7 @@ def corrections_fragment(u: cute.Tensor, n: Int32, lane: Int32, P: cutlass.Const
 @cute.jit
 def advance_line(
     sums: cute.Tensor,
-    M: cutlass.Constexpr,
+    M: Smem,
     u: tuple[Uint32, ...],
     slot: Int32,
     state: Int64,

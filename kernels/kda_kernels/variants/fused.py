@@ -42,18 +42,16 @@ Source: docs/operation.md, "The same, chunked" and "Commit: folding n accepted t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from kda_kernels import arguments
-from kda_kernels.device import cubin
+from kda_kernels import arguments, step
 from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import StepOperands
-from kda_kernels.parts import chunked, prologue
+from kda_kernels.parts import prologue
 from kda_kernels.problem import Problem
+from kda_kernels.step import Compiled
 from kda_kernels.variants import fused_cluster, fused_lines
-from kda_kernels.variants.fused_cluster import Plan
-from kda_kernels.variants.fused_lines import LinesPlan
 
 KERNELS = ("kda_fused",)
 
@@ -99,18 +97,10 @@ class Spec:
     pdl: bool = False
 
 
-@dataclass(frozen=True)
-class Compiled:
-    binary: cubin.Binary
-    plan: Plan | LinesPlan
-    pdl: bool
-
-    @property
-    def resources(self) -> cubin.Resources:
-        return self.binary.resources
+Plan = fused_cluster.Plan | fused_lines.Plan
 
 
-def plan(problem: Problem, spec: Spec) -> Plan | LinesPlan:
+def plan(problem: Problem, spec: Spec) -> Plan:
     layout, window = arguments.window_rules(problem, spec.streamable, spec.window)
     common: dict[str, Any] = {
         "tokens": problem.tokens,
@@ -129,9 +119,10 @@ def plan(problem: Problem, spec: Spec) -> Plan | LinesPlan:
     }
     if spec.source == "shared":
         ctas = spec.ctas_per_sm or 2
-        plans = [LinesPlan(**common, staged=staged, ctas_per_sm=ctas) for staged in range(4, _FEWEST_LINES - 1, -1)]
+        room = range(4, _FEWEST_LINES - 1, -1)
+        plans = [fused_lines.Plan(**common, staged=staged, ctas_per_sm=ctas) for staged in room]
         return next((p for p in plans if p.fits), plans[-1])
-    return Plan(
+    return fused_cluster.Plan(
         **common,
         split=spec.split,
         fold=spec.fold,
@@ -147,17 +138,30 @@ def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
         return f"kind={problem.kind}: only replay"
     if problem.state_dtype != "fp32":
         return f"state_dtype={problem.state_dtype}: deferred steps keep an FP32 state"
-    for name, value, allowed in (
-        ("split", spec.split, prologue.SPLITS),
-        ("source", spec.source, ("registers", "shared")),
-        ("threads", spec.threads, (256, 288, 320) if spec.source == "shared" else (128, 256)),
-        ("gate_mode", spec.gate_mode, (0, 1)),
-        ("fold", spec.fold, ("early", "late")),
-        ("records", spec.records, ("all", "pending")),
-        ("conv_weight_dtype", spec.conv_weight_dtype, ("fp32", "bf16")),
-    ):
-        if value not in allowed:
-            return f"{name}={value!r} is not one of {', '.join(map(str, allowed))}"
+    threads = (256, 288, 320) if spec.source == "shared" else (128, 256)
+    refused = step.not_allowed(
+        (
+            ("split", spec.split, prologue.SPLITS),
+            ("source", spec.source, ("registers", "shared")),
+            ("threads", spec.threads, threads),
+            ("gate_mode", spec.gate_mode, (0, 1)),
+            ("fold", spec.fold, ("early", "late")),
+            ("records", spec.records, ("all", "pending")),
+            ("conv_weight_dtype", spec.conv_weight_dtype, ("fp32", "bf16")),
+        )
+    )
+    refused = refused or _combination_refused(problem, spec)
+    refused = refused or step.window_refused(problem, spec.window) or step.grid_refused(problem)
+    if refused is not None:
+        return refused
+    p = plan(problem, spec)
+    if isinstance(p, fused_lines.Plan) and not p.fits:
+        return f"{p.smem_bytes} bytes of shared memory leave no room for ctas_per_sm={p.ctas_per_sm}"
+    return step.gate_refused(problem, p.least_log_gate) or step.smem_refused(p.smem_bytes, gpu.smem_per_block)
+
+
+def _combination_refused(problem: Problem, spec: Spec) -> str | None:
+    """Why choices that are allowed each don't go together, or None."""
     if spec.split == 1 and spec.threads < 256:
         return f"split=1 threads={spec.threads}: 128 rows take 256 threads"
     if not 0 <= spec.ctas_per_sm <= 8:
@@ -167,54 +171,19 @@ def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
             return "source=shared takes split=1, fold=late, state_first=False, bypass_l1=False"
         most = 3 if spec.threads == 256 or (spec.threads == 288 and problem.tokens <= 4) else 2
         if spec.ctas_per_sm > most:
-            return (
-                f"threads={spec.threads} ctas_per_sm={spec.ctas_per_sm}: too few registers for {problem.tokens} tokens"
-            )
-    if spec.window is not None and not problem.tokens + 2 <= spec.window <= 16:
-        return f"window={spec.window} must lie in {problem.tokens + 2}..16"
-    if problem.requests > 65_535:
-        return f"requests={problem.requests}: the grid takes at most 65535"
-    p = plan(problem, spec)
-    if isinstance(p, LinesPlan) and not p.fits:
-        return f"{p.smem_bytes} bytes of shared memory leave no room for ctas_per_sm={p.ctas_per_sm}"
-    if p.smem_bytes > gpu.smem_per_block:
-        return f"{p.smem_bytes} bytes of shared memory exceed {gpu.smem_per_block}"
+            asked = f"threads={spec.threads} ctas_per_sm={spec.ctas_per_sm}"
+            return f"{asked}: too few registers for {problem.tokens} tokens"
     return None
 
 
 def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
     """From shapes alone; one binary serves all heads, requests and strides. Raises ValueError for unsupported pairs."""
-    reason = unsupported(problem, spec, gpu)
-    if reason is not None:
-        raise ValueError(f"KdaFused: {reason}")
-    p = plan(problem, spec)
-    if _few_registers(p, gpu):
-        p = replace(p, gate_bytes=8)
-    binary = cubin.build(
-        fused_lines.host if isinstance(p, LinesPlan) else fused_cluster.host,
-        lambda: (arguments.placeholder(), p),
-        arch=gpu.arch,
-        threads=p.threads,
-        cluster=p.split,
-        choices=p,
-    )
-    return Compiled(binary, p, spec.pdl)
-
-
-def _few_registers(p: Plan | LinesPlan, gpu: Gpu) -> bool:
-    """Where gate weights by sixteen bytes spill."""
-    if p.gate_mode == 0:
-        return False
-    if isinstance(p, Plan):
-        return p.split == 1 and gpu.arch != "sm_90a"
-    return p.ctas_per_sm > 2 and (p.tokens in (5, 7) or gpu.arch != "sm_90a")
+    step.require("KdaFused", unsupported(problem, spec, gpu))
+    host = fused_lines.HOST if spec.source == "shared" else fused_cluster.HOST
+    return step.build(host, plan(problem, spec).on(gpu), spec, gpu)
 
 
 def launch(compiled: Compiled, operands: StepOperands, stream: int) -> None:
     """Enqueue one step. Raises ValueError, naming the operand, for operands that the compiled kernel can't take."""
-    o, p = operands, compiled.plan
-    arguments.check("KdaFused", p, o)
-    if o.lower_bound is not None and o.lower_bound * p.tokens < chunked.MIN_LOG_GAMMA:
-        raise ValueError(f"lower_bound={o.lower_bound} is too low for {p.tokens} tokens")
-    grid = (p.split * o.A_log.shape[0], o.slots.shape[0], 1)
-    cubin.launcher(compiled.binary).launch(grid, arguments.values(o), stream, compiled.pdl)
+    grid = (compiled.plan.cluster * operands.A_log.shape[0], operands.slots.shape[0], 1)
+    step.enqueue("KdaFused", compiled, operands, stream, grid)

@@ -4,19 +4,20 @@
 # ruff: noqa: SIM102
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
-from cutlass.memory import SmemAllocator
 
+from kda_kernels import step
 from kda_kernels.arguments import Arguments
-from kda_kernels.device import blocks
+from kda_kernels.device import blocks, smem
+from kda_kernels.device.gpu import Gpu
+from kda_kernels.device.smem import Area, Smem
 from kda_kernels.parts import chunked, conv_window, fold, gate_product, prologue
 from kda_kernels.parts.conv_window import Window
-from kda_kernels.parts.prologue import ALIGNMENT, UNIT, Operands, Place, Record, Rows
+from kda_kernels.parts.prologue import UNIT, Place, Record, Rows
 from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, HISTORY, ceil_div
 
 _VECTORS, _SUMS, _SOLUTION = 0, 1, 2
@@ -29,7 +30,12 @@ SMEM = cutlass.AddressSpace.smem
 
 @dataclass(frozen=True)
 class Plan(fold.Shape):
-    """source=registers. gate_bytes: of a lane in one load of gate weights, 16 or 8."""
+    """What decides the code.
+
+    split         CTAs of an item
+    gate_bytes    of a lane in one load of gate weights, 16 or 8
+    asked_ctas    of an SM, by which registers are capped; 0: as `ctas_per_sm` finds
+    """
 
     split: int
     gate_bytes: int
@@ -37,6 +43,10 @@ class Plan(fold.Shape):
     state_first: bool
     bypass_l1: bool
     asked_ctas: int
+
+    @property
+    def cluster(self) -> int:
+        return self.split
 
     @property
     def rows(self) -> int:
@@ -78,40 +88,43 @@ class Plan(fold.Shape):
         return self.rows // 2
 
     @property
-    def areas(self) -> dict[str, int]:
-        """Bytes of shared memory by use."""
+    def areas(self) -> dict[str, Area]:
         rows, tokens = self.rows, self.tokens
-        areas = {
-            "taps": 12 * rows * self.weight_bytes,
-            "bias": 3 * rows * self.weight_bytes,
-            "x": 6 * rows * (self.history + tokens),
-            "f_a": 2 * HEAD_DIM * tokens,
-            "dt_bias": 4 * HEAD_DIM,
-            "norm_weight": 4 * rows,
-            "A_log": 4,
-            "out_gate": 2 * rows * tokens,
-            "beta": 4 * tokens,
-            "old_key_gates": 4 * HEAD_DIM * tokens,
-            "old_corrections": 4 * rows * tokens,
-            "fold": self.fold_bytes,
-            "fold_scale": 4 * HEAD_DIM,
-            "gamma": self.gamma_bytes,
-            "qkv": self.qkv_bytes,
-            "raw_gates": 2 * rows * tokens,
-            "fragments": self.fragment_bytes,
-            "partials": self.partial_bytes,
-            "pairs": 4 * self.pair_floats,
-            "matrix": 8 * self.slots**2,
-            "solution": 128 * self.solution_words,
-            "squares": 4 * self.slots * chunked.WARPS,
-            "sums": 4 * self.slots * chunked.WARPS,
-            "barriers": 24,
+        history = Area(BFloat16, (rows, 3, self.history + tokens), inside="x")
+        whole = Area(BFloat16, 3 * rows * self.window)
+        return {
+            "taps": Area(self.conv_dtype, (rows, CONV_WIDTH, 3)),
+            "bias": Area(self.conv_dtype, (rows, 3)),
+            "x": Area(BFloat16, (rows, 3, self.history + tokens)),
+            "f_a": Area(BFloat16, tokens * HEAD_DIM),
+            "dt_bias": Area(Float32, HEAD_DIM),
+            "norm_weight": Area(Float32, rows),
+            "A_log": Area(Float32, 1),
+            "out_gate": Area(BFloat16, (rows, tokens)),
+            "beta": Area(BFloat16, (2, tokens)),
+            "window": whole if self.layout == "rows" else history,
+            "old_key_gates": Area(BFloat16, 2 * HEAD_DIM * tokens),
+            "old_corrections": Area(Float32, (rows, tokens)),
+            "fold": Area(Uint32, self.fold_bytes // 4),
+            "fold_scale": Area(Float32, HEAD_DIM),
+            "gamma": Area(Float32, self.gamma_bytes // 4),
+            "qkv": Area(BFloat16, self.qkv_bytes // 2),  # v of this CTA's channels alone
+            "raw_gates": Area(BFloat16, (rows, tokens)),
+            "fragments": Area(Uint8, self.fragment_bytes),
+            "partials": Area(Float32, self.partial_bytes // 4),
+            "pairs": Area(Float32, self.pair_floats),
+            "matrix": Area(Float32, 2 * self.slots**2),
+            "solution": Area(Uint32, 32 * self.solution_words),
+            "squares": Area(Float32, self.slots * chunked.WARPS),  # of o, of this CTA's tiles
+            "sums": Area(Float32, self.slots * chunked.WARPS),  # the same of all tiles, as received
+            # Products of a part of the columns, to be summed.
+            "parts": Area(Float32, (4, 32, self.tiles, self.warps) if self.column_parts > 1 else 0),
+            "barriers": Area(Int64, 3),
         }
-        if self.layout == "rows":
-            areas["window"] = 6 * rows * self.window
-        if self.column_parts > 1:
-            areas["parts"] = 512 * self.tiles * self.warps
-        return prologue.aligned(areas)
+
+    @property
+    def smem_bytes(self) -> int:
+        return smem.total(self.areas)
 
     @property
     def ctas_per_sm(self) -> int:
@@ -121,72 +134,16 @@ class Plan(fold.Shape):
         registers = 96
         if self.cells == self.row_cells:
             registers = 128 if self.split == 1 else 168
-        return min(65_536 // (registers * self.threads), prologue.SM_SMEM // (self.smem_bytes + prologue.RESERVED_SMEM))
+        return min(65_536 // (registers * self.threads), smem.SM_BYTES // (self.smem_bytes + smem.RESERVED_BYTES))
 
+    def on(self, gpu: Gpu) -> Plan:
+        """The plan for a GPU: with gate weights by eight bytes where those by sixteen spill.
 
-@dataclass(frozen=True)
-class Shared(Operands):
-    """A CTA's shared memory."""
-
-    taps: Any  # [3, 4, rows]
-    bias: Any  # [3, rows]
-    norm_weight: Any  # [rows]
-    old_key_gates: Any  # [tokens, 256] bf16
-    old_corrections: Any  # [tokens, rows]
-    fold: Any  # `Plan.fold_layout`
-    fold_scale: Any  # [K] e^{L_n}
-    gamma: Any  # [tokens, GAMMA_PITCH]
-    qkv: Any  # [tokens, QKV_PITCH] bf16; v of this CTA's channels alone
-    raw_gates: Any  # [tokens, rows] bf16
-    fragments: Any  # `chunked.Shape.fragment_layout`
-    partials: Any  # A and B, a part per step
-    pairs: Any  # A and B
-    matrix: Any  # T and C
-    solution: Any  # T and C as fragments
-    squares: Any  # sums of squares of o of this CTA's tiles, as `chunked.store_squares` has them
-    sums: Any  # the same of all tiles, as received
-    parts: Any  # [warps, tiles, lane, 4] products, to be summed
-    barriers: Any
-
-
-def _areas(P: Plan) -> Any:
-    """All shared memory, by `prologue.viewer`."""
-    smem = SmemAllocator()
-    area = smem.allocate_tensor(Uint8, cute.make_layout(P.smem_bytes), byte_alignment=ALIGNMENT)
-    return prologue.side_by_side(P.areas, area.iterator.toint())
-
-
-def allocate(P: Plan) -> Shared:
-    view = _areas(P)
-    x = view(BFloat16, "x", (P.rows, 3, P.history + P.tokens))
-    return Shared(
-        taps=view(P.conv_dtype, "taps", (P.rows, CONV_WIDTH, 3)),
-        bias=view(P.conv_dtype, "bias", (P.rows, 3)),
-        x=x,
-        f_a=view(BFloat16, "f_a", P.tokens * HEAD_DIM),
-        dt_bias=view(Float32, "dt_bias", HEAD_DIM),
-        norm_weight=view(Float32, "norm_weight", P.rows),
-        A_log=view(Float32, "A_log", 1),
-        out_gate=view(BFloat16, "out_gate", (P.rows, P.tokens)),
-        beta=view(BFloat16, "beta", (2, P.tokens)),
-        window=view(BFloat16, "window", 3 * P.rows * P.window) if P.layout == "rows" else x,
-        old_key_gates=view(BFloat16, "old_key_gates", 2 * HEAD_DIM * P.tokens),
-        old_corrections=view(Float32, "old_corrections", (P.rows, P.tokens)),
-        fold=view(Uint32, "fold", P.areas["fold"] // 4),
-        fold_scale=view(Float32, "fold_scale", HEAD_DIM),
-        gamma=view(Float32, "gamma", P.gamma_bytes // 4),
-        qkv=view(BFloat16, "qkv", P.qkv_bytes // 2),
-        raw_gates=view(BFloat16, "raw_gates", (P.rows, P.tokens)),
-        fragments=view(Uint8, "fragments", P.fragment_bytes),
-        partials=view(Float32, "partials", P.partial_bytes // 4),
-        pairs=view(Float32, "pairs", P.pair_floats),
-        matrix=view(Float32, "matrix", 2 * P.slots**2),
-        solution=view(Uint32, "solution", 32 * P.solution_words),
-        squares=view(Float32, "squares", P.slots * chunked.WARPS),
-        sums=view(Float32, "sums", P.slots * chunked.WARPS),
-        parts=view(Float32, "parts", (4, 32, P.tiles, P.warps)) if P.column_parts > 1 else None,
-        barriers=view(Int64, "barriers", 3).iterator,
-    )
+        Where they do is what the compiler said of every form of the grid on every target; tests/test_fused.py compiles
+        some of them.
+        """
+        spills = self.split == 1 and gpu.arch != "sm_90a"
+        return replace(self, gate_bytes=8) if spills and self.gate_mode != 0 else self
 
 
 @cute.kernel
@@ -204,20 +161,20 @@ def kda_fused(A: Arguments, P: cutlass.Constexpr) -> None:
         table = A.record_rows + Int64(request) * 4
     mine = blocks.at(Int32, table, Int32(0))
 
-    M = allocate(P)
+    M = smem.allocate_together(P.areas, last=("window", "parts"))
     if const_expr(P.split > 1):
         blocks.declare_cluster(P.split)
     if tid == 0:
-        arch.mbarrier_init(M.barriers + _VECTORS, 1)
-        arch.mbarrier_init(M.barriers + _SUMS, 1)
-        arch.mbarrier_init(M.barriers + _SOLUTION, 32)
+        arch.mbarrier_init(M.barriers.iterator + _VECTORS, 1)
+        arch.mbarrier_init(M.barriers.iterator + _SUMS, 1)
+        arch.mbarrier_init(M.barriers.iterator + _SOLUTION, 32)
         arch.mbarrier_init_fence()
     if const_expr(P.split > 1):
         arch.sync_warp()
         if tid == 0:
             sent = (P.split - 1) * P.tokens * P.sent_units * 16
-            arch.mbarrier_arrive_and_expect_tx(M.barriers + _VECTORS, sent)
-            arch.mbarrier_arrive_and_expect_tx(M.barriers + _SUMS, chunked.WARPS * P.slots * 4)
+            arch.mbarrier_arrive_and_expect_tx(M.barriers.iterator + _VECTORS, sent)
+            arch.mbarrier_arrive_and_expect_tx(M.barriers.iterator + _SUMS, chunked.WARPS * P.slots * 4)
         arch.cluster_arrive_relaxed()
 
     at = place_of(A, tid, column, P)
@@ -287,7 +244,7 @@ def kda_fused(A: Arguments, P: cutlass.Constexpr) -> None:
             if n > 0:
                 fold_state(A, S, M, page, n, P)
         if const_expr(P.split > 1):
-            blocks.poll(M.barriers + _VECTORS, 0)
+            blocks.poll(M.barriers.iterator + _VECTORS, 0)
         chunked.build_fragments(M.fragments, M.qkv, M.gamma, A.scale, warp, P.warps, lane, P)
         at = here(A, P)
         if row >= 0:
@@ -302,14 +259,14 @@ def kda_fused(A: Arguments, P: cutlass.Constexpr) -> None:
             beta = blocks.sigmoid(M.beta[at.head % 2, min(lane % P.slots, P.tokens - 1)].to(Float32))
             chunked.solve(M.partials, M.pairs, M.matrix, M.solution, beta, lane, P)
             if const_expr(P.column_parts == 1):
-                arch.mbarrier_arrive(M.barriers + _SOLUTION)
+                arch.mbarrier_arrive(M.barriers.iterator + _SOLUTION)
         sums = chunked.accumulators(P)
         if const_expr(P.fold == "late"):
             if n > 0:
                 fold_state(A, S, M, page, n, P)
         multiply(sums, S, M, warp // P.row_tiles, lane, P)
         if const_expr(P.column_parts == 1):
-            arch.mbarrier_wait(M.barriers + _SOLUTION, 0)
+            arch.mbarrier_wait(M.barriers.iterator + _SOLUTION, 0)
             finish(A, sums, M, row, P)
         else:
             put_part(sums, M, warp, lane, P)
@@ -352,7 +309,7 @@ def rows_of(A: Arguments, page: Int32, at: Place, P: cutlass.Constexpr) -> Int64
 
 
 @cute.jit
-def load_weights(A: Arguments, M: cutlass.Constexpr, at: Place, P: cutlass.Constexpr) -> None:
+def load_weights(A: Arguments, M: Smem, at: Place, P: cutlass.Constexpr) -> None:
     """All weights of this CTA but the gate's, by cp.async."""
     prologue.load_taps(prologue.copy_rows, A, M, Int64(at.D) * P.weight_bytes, 0, at, P)
     used, none = prologue.tap_units(P), Int64(0)
@@ -365,7 +322,7 @@ def load_weights(A: Arguments, M: cutlass.Constexpr, at: Place, P: cutlass.Const
 
 
 @cute.jit
-def load_record(M: cutlass.Constexpr, record: Record, count: Int32, at: Place, P: cutlass.Constexpr) -> None:
+def load_record(M: Smem, record: Record, count: Int32, at: Place, P: cutlass.Constexpr) -> None:
     """Keys and gates, and this CTA's rows of the corrections, of a record's first `count` tokens."""
     fold.load_keys(M, record, count, at.tid, P)
     tokens = Int32(0)
@@ -402,7 +359,7 @@ def _cells(address: Int64, P: Plan) -> cute.Tensor:
 
 @cute.jit
 def gate(
-    M: cutlass.Constexpr,
+    M: Smem,
     weights: cute.Tensor,
     exp_A: Float32,
     lower_bound: Float32,
@@ -426,7 +383,7 @@ def gate(
 
 
 @cute.jit
-def convolve(M: cutlass.Constexpr, window: Window, at: Place, P: cutlass.Constexpr) -> None:
+def convolve(M: Smem, window: Window, at: Place, P: cutlass.Constexpr) -> None:
     """Two channels of one of q, k, v, a group of tokens; a window that is copied whole is rolled in shared memory."""
     pairs = P.rows // 2
     group = at.tid // (3 * pairs)
@@ -466,11 +423,11 @@ def convolve(M: cutlass.Constexpr, window: Window, at: Place, P: cutlass.Constex
 
 
 @cute.jit
-def send_vectors(M: cutlass.Constexpr, at: Place, P: cutlass.Constexpr) -> None:
+def send_vectors(M: Smem, at: Place, P: cutlass.Constexpr) -> None:
     """q, k and Gamma of this CTA's channels to the same places of the other CTAs, by 16 bytes."""
     units, values = P.rows // UNIT, P.rows // 4
     total = P.tokens * P.sent_units
-    barrier = M.barriers.toint() + 8 * _VECTORS
+    barrier = M.barriers.iterator.toint() + 8 * _VECTORS
     qkv, gamma = M.qkv.iterator.toint(), M.gamma.iterator.toint()
     for i in range_constexpr(ceil_div(total * (P.split - 1), P.threads)):
         index = at.tid + i * P.threads
@@ -489,7 +446,7 @@ def send_vectors(M: cutlass.Constexpr, at: Place, P: cutlass.Constexpr) -> None:
 
 
 @cute.jit
-def fold_state(A: Arguments, S: cute.Tensor, M: cutlass.Constexpr, page: Int32, n: Int32, P: cutlass.Constexpr) -> None:
+def fold_state(A: Arguments, S: cute.Tensor, M: Smem, page: Int32, n: Int32, P: cutlass.Constexpr) -> None:
     """S e^{L_n} + U K of this thread's cells, in place and to the page.
 
     A cell's columns 0, 1 and 2, 3 of both rows are each what an m16n8 accumulator has on this lane. The K axis holds
@@ -508,7 +465,7 @@ def fold_state(A: Arguments, S: cute.Tensor, M: cutlass.Constexpr, page: Int32, 
 
 
 @cute.jit
-def store_keys_and_gates(M: cutlass.Constexpr, record: Record, at: Place, P: cutlass.Constexpr) -> None:
+def store_keys_and_gates(M: Smem, record: Record, at: Place, P: cutlass.Constexpr) -> None:
     """Keys and raw gates of this CTA's channels to the record."""
     units = P.rows // UNIT
     total = 2 * P.tokens * units
@@ -525,9 +482,7 @@ def store_keys_and_gates(M: cutlass.Constexpr, record: Record, at: Place, P: cut
 
 
 @cute.jit
-def multiply(
-    sums: cute.Tensor, S: cute.Tensor, M: cutlass.Constexpr, part: Int32, lane: Int32, P: cutlass.Constexpr
-) -> None:
+def multiply(sums: cute.Tensor, S: cute.Tensor, M: Smem, part: Int32, lane: Int32, P: cutlass.Constexpr) -> None:
     """Add the products of this thread's cells with the window's vectors."""
     address = M.fragments.iterator.toint() + part * (P.cells * P.step_bytes)
     pointer = cute.make_ptr(Uint8, address, SMEM, assumed_align=16)
@@ -541,7 +496,7 @@ def multiply(
 
 
 @cute.jit
-def put_part(sums: cute.Tensor, M: cutlass.Constexpr, warp: Int32, lane: Int32, P: cutlass.Constexpr) -> None:
+def put_part(sums: cute.Tensor, M: Smem, warp: Int32, lane: Int32, P: cutlass.Constexpr) -> None:
     for tile in range_constexpr(P.tiles):
         total = cute.make_rmem_tensor(4, Float32)
         for i in range_constexpr(4):
@@ -550,7 +505,7 @@ def put_part(sums: cute.Tensor, M: cutlass.Constexpr, warp: Int32, lane: Int32, 
 
 
 @cute.jit
-def add_parts(sums: cute.Tensor, M: cutlass.Constexpr, row_tile: Int32, lane: Int32, P: cutlass.Constexpr) -> None:
+def add_parts(sums: cute.Tensor, M: Smem, row_tile: Int32, lane: Int32, P: cutlass.Constexpr) -> None:
     """The sums of all warps that share a tile of rows."""
     sums.fill(Float32(0))
     for part in range_constexpr(P.column_parts):
@@ -562,7 +517,7 @@ def add_parts(sums: cute.Tensor, M: cutlass.Constexpr, row_tile: Int32, lane: In
 
 
 @cute.jit
-def finish(A: Arguments, sums: cute.Tensor, M: cutlass.Constexpr, row: Int32, P: cutlass.Constexpr) -> None:
+def finish(A: Arguments, sums: cute.Tensor, M: Smem, row: Int32, P: cutlass.Constexpr) -> None:
     """Corrections and outputs of a warp's tile of rows."""
     # Asked for anew, so that less is kept in registers until here.
     at = here(A, P)
@@ -582,7 +537,7 @@ def finish(A: Arguments, sums: cute.Tensor, M: cutlass.Constexpr, row: Int32, P:
     first = Int64(blocks.special("%ctaid.y") * P.tokens)
     results = A.out + (first * at.D + at.head * HEAD_DIM) * 2
     if const_expr(P.split > 1):
-        blocks.poll(M.barriers + _SUMS, 0)
+        blocks.poll(M.barriers.iterator + _SUMS, 0)
         chunked.store_outputs(o, factors, M.sums, A.eps, results, at.D, own_tile, at.lane, P)
     else:
         arch.sync_threads()
@@ -590,23 +545,15 @@ def finish(A: Arguments, sums: cute.Tensor, M: cutlass.Constexpr, row: Int32, P:
 
 
 @cute.jit
-def send_squares(M: cutlass.Constexpr, own_tile: Int32, lane: Int32, P: cutlass.Constexpr) -> None:
+def send_squares(M: Smem, own_tile: Int32, lane: Int32, P: cutlass.Constexpr) -> None:
     """A tile's sums of squares, left by `chunked.store_squares`, to every CTA."""
     arch.sync_warp()
     if lane < P.slots:
         place = lane * chunked.WARPS + (own_tile ^ (lane // 4 * 4))
         square = M.squares[place]
-        address, barrier = M.sums.iterator.toint() + place * 4, M.barriers.toint() + 8 * _SUMS
+        address, barrier = M.sums.iterator.toint() + place * 4, M.barriers.iterator.toint() + 8 * _SUMS
         for cta in range_constexpr(P.split):
             blocks.send(blocks.peer(address, Int32(cta)), blocks.peer(barrier, Int32(cta)), square)
 
 
-@cute.jit
-def host(A: Arguments, P: cutlass.Constexpr) -> None:
-    kda_fused(A, P).launch(
-        grid=(P.split, 1, 1),
-        block=(P.threads, 1, 1),
-        cluster=(P.split, 1, 1),
-        min_blocks_per_mp=P.ctas_per_sm,
-        preferred_smem_carveout=100,
-    )
+HOST = step.host_of(kda_fused, cluster=True)

@@ -4,121 +4,84 @@
 # ruff: noqa: SIM102
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
-from cutlass.memory import SmemAllocator
 
+from kda_kernels import step
 from kda_kernels.arguments import Arguments
-from kda_kernels.device import blocks
+from kda_kernels.device import blocks, smem
+from kda_kernels.device.gpu import Gpu
+from kda_kernels.device.smem import Area, Smem
 from kda_kernels.parts import chunked, conv_window, fold, gate_product, prologue, wide_prologue
-from kda_kernels.parts.prologue import ALIGNMENT, Operands, Place
+from kda_kernels.parts.prologue import Place
 from kda_kernels.problem import CONV_WIDTH, HEAD_DIM
 
 arch = cute.arch
-GMEM = cutlass.AddressSpace.gmem
-SMEM = cutlass.AddressSpace.smem
 
 
 @dataclass(frozen=True)
-class LinesPlan(fold.Shape):
-    """source=shared. staged: lines of the state that there is room for; gate_bytes as `Plan` has it."""
+class Plan(fold.Shape):
+    """What decides the code.
+
+    staged        lines of the state that there is room for
+    ctas_per_sm   by which registers are capped
+    gate_bytes    of a lane in one load of gate weights, 16 or 8
+    """
 
     staged: int
-    gate_bytes: int
     ctas_per_sm: int
+    gate_bytes: int
 
     @property
-    def split(self) -> int:
-        return 1
-
-    @property
-    def areas(self) -> dict[str, int]:
-        row, tokens = 2 * HEAD_DIM, self.tokens
-        areas = {
-            "state": self.staged * chunked.LINE_BYTES,
-            # x, f_a, the record's keys and gates; then the fragments.
-            "inputs": max(row * (3 * (self.history + tokens) + tokens + 2 * tokens), self.fragment_bytes),
-            "dt_bias": 4 * HEAD_DIM,
-            "norm_weight": 4 * HEAD_DIM,
-            "out_gate": row * tokens,
-            "A_log": 4,
-            "beta": 4 * tokens,
-            "fold": self.fold_bytes,
-            "fold_scale": 4 * HEAD_DIM,
-            # Then A and B, a part per step.
-            "gamma": max(self.gamma_bytes, self.partial_bytes),
-            "qkv": self.qkv_bytes,
-            "pairs": 4 * self.pair_floats,
-            "matrix": 8 * self.slots**2,
-            "solution": 128 * self.solution_words,
-            "squares": 4 * self.slots * chunked.WARPS,
+    def areas(self) -> dict[str, Area]:
+        """In the place of x, f_a and the record's keys and gates: the fragments. In that of gamma: A and B, a part per
+        step."""
+        tokens, entries = self.tokens, self.history + self.tokens
+        f_a, keys = 2 * HEAD_DIM * 3 * entries, 2 * HEAD_DIM * (3 * entries + tokens)
+        history = Area(BFloat16, (HEAD_DIM, 3, entries), inside="x")
+        whole = Area(BFloat16, 3 * HEAD_DIM * self.window)
+        return {
+            "state": Area(Uint8, self.staged * chunked.LINE_BYTES),
+            "x": Area(BFloat16, (HEAD_DIM, 3, entries)),
+            "f_a": Area(BFloat16, tokens * HEAD_DIM, inside="x", skip=f_a),
+            "old_key_gates": Area(BFloat16, 2 * HEAD_DIM * tokens, inside="x", skip=keys),
+            "fragments": Area(Uint8, self.fragment_bytes, inside="x"),
+            "window": whole if self.layout == "rows" else history,
+            "dt_bias": Area(Float32, HEAD_DIM),
+            "norm_weight": Area(Float32, HEAD_DIM),
+            "out_gate": Area(BFloat16, (HEAD_DIM, tokens)),
+            "A_log": Area(Float32, 1),
+            "beta": Area(BFloat16, (2, tokens)),
+            "fold": Area(Uint32, self.fold_bytes // 4),
+            "fold_scale": Area(Float32, HEAD_DIM),
+            "gamma": Area(Float32, self.gamma_bytes // 4),
+            "partials": Area(Float32, self.partial_bytes // 4, inside="gamma"),
+            "qkv": Area(BFloat16, self.qkv_bytes // 2),
+            "pairs": Area(Float32, self.pair_floats),
+            "matrix": Area(Float32, 2 * self.slots**2),
+            "solution": Area(Uint32, 32 * self.solution_words),
+            "squares": Area(Float32, self.slots * chunked.WARPS),
         }
-        if self.layout == "rows":
-            areas["window"] = 3 * row * self.window
-        return prologue.aligned(areas)
+
+    @property
+    def smem_bytes(self) -> int:
+        return smem.total(self.areas)
 
     @property
     def fits(self) -> bool:
-        return self.ctas_per_sm * (self.smem_bytes + prologue.RESERVED_SMEM) <= prologue.SM_SMEM
+        return self.ctas_per_sm * (self.smem_bytes + smem.RESERVED_BYTES) <= smem.SM_BYTES
 
+    def on(self, gpu: Gpu) -> Plan:
+        """The plan for a GPU: with gate weights by eight bytes where those by sixteen spill.
 
-def _areas(P: LinesPlan) -> Any:
-    """All shared memory, by `prologue.viewer`."""
-    smem = SmemAllocator()
-    area = smem.allocate_tensor(Uint8, cute.make_layout(P.smem_bytes), byte_alignment=ALIGNMENT)
-    return prologue.side_by_side(P.areas, area.iterator.toint())
-
-
-@dataclass(frozen=True)
-class SharedLines(Operands):
-    """A CTA's shared memory with source=shared: as `Shared` has it, but for what is said here."""
-
-    state: Any  # lines as `chunked.copy_line` has them
-    old_key_gates: Any
-    fragments: Any  # in the place of x, f_a and old_key_gates
-    norm_weight: Any
-    fold: Any
-    fold_scale: Any
-    gamma: Any
-    partials: Any  # in the place of gamma
-    qkv: Any
-    pairs: Any
-    matrix: Any
-    solution: Any
-    squares: Any
-
-
-def allocate_lines(P: LinesPlan) -> SharedLines:
-    view = _areas(P)
-    entries = P.history + P.tokens
-    x = view(BFloat16, "inputs", (HEAD_DIM, 3, entries))
-    f_a = 6 * HEAD_DIM * entries
-    return SharedLines(
-        state=view(Uint8, "state", P.staged * chunked.LINE_BYTES),
-        x=x,
-        f_a=view(BFloat16, "inputs", P.tokens * HEAD_DIM, f_a),
-        old_key_gates=view(BFloat16, "inputs", 2 * HEAD_DIM * P.tokens, f_a + 2 * HEAD_DIM * P.tokens),
-        fragments=view(Uint8, "inputs", P.fragment_bytes),
-        window=view(BFloat16, "window", 3 * HEAD_DIM * P.window) if P.layout == "rows" else x,
-        dt_bias=view(Float32, "dt_bias", HEAD_DIM),
-        norm_weight=view(Float32, "norm_weight", HEAD_DIM),
-        out_gate=view(BFloat16, "out_gate", (HEAD_DIM, P.tokens)),
-        A_log=view(Float32, "A_log", 1),
-        beta=view(BFloat16, "beta", (2, P.tokens)),
-        fold=view(Uint32, "fold", P.fold_bytes // 4),
-        fold_scale=view(Float32, "fold_scale", HEAD_DIM),
-        gamma=view(Float32, "gamma", P.gamma_bytes // 4),
-        partials=view(Float32, "gamma", P.partial_bytes // 4),
-        qkv=view(BFloat16, "qkv", P.qkv_bytes // 2),
-        pairs=view(Float32, "pairs", P.pair_floats),
-        matrix=view(Float32, "matrix", 2 * P.slots**2),
-        solution=view(Uint32, "solution", 32 * P.solution_words),
-        squares=view(Float32, "squares", P.slots * chunked.WARPS),
-    )
+        Where they do is what the compiler said of every form of the grid on every target; tests/test_fused.py compiles
+        some of them.
+        """
+        spills = self.ctas_per_sm > 2 and (self.tokens in (5, 7) or gpu.arch != "sm_90a")
+        return replace(self, gate_bytes=8) if spills and self.gate_mode != 0 else self
 
 
 @cute.kernel
@@ -131,7 +94,7 @@ def kda_fused_lines(A: Arguments, P: cutlass.Constexpr) -> None:
     page = blocks.at(Int32, A.slots + Int64(request) * A.slots_stride * 4, Int32(0))
     row = blocks.at(Int32, A.record_rows, request)
 
-    M = allocate_lines(P)
+    M = smem.allocate_together(P.areas, last=("window",))
     wide_prologue.load_vectors(A, M, at, P)
     arch.griddepcontrol_wait()
     arch.griddepcontrol_launch_dependents()
@@ -252,16 +215,9 @@ def results_of(A: Arguments, at: Place, P: cutlass.Constexpr) -> Int64:
 
 
 @cute.jit
-def ask_line(M: cutlass.Constexpr, state: Int64, line: Int32, at: Place, P: cutlass.Constexpr) -> None:
+def ask_line(M: Smem, state: Int64, line: Int32, at: Place, P: cutlass.Constexpr) -> None:
     cells = M.state.iterator.toint() + (line % P.staged * chunked.LINE_BYTES + 16 * at.tid)
     chunked.copy_line(cells, state, line, at.warp, at.lane, Int64(0), False, P)
 
 
-@cute.jit
-def host(A: Arguments, P: cutlass.Constexpr) -> None:
-    kda_fused_lines(A, P).launch(
-        grid=(1, 1, 1),
-        block=(P.threads, 1, 1),
-        min_blocks_per_mp=P.ctas_per_sm,
-        preferred_smem_carveout=100,
-    )
+HOST = step.host_of(kda_fused_lines)
