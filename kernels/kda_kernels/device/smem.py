@@ -14,7 +14,7 @@ tensors in it are values of the running kernel all the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, make_dataclass
 from math import prod
 from typing import Any
@@ -87,16 +87,20 @@ def allocate(areas: Areas, align: int = 16) -> Any:
     return _views(areas, starts, align)
 
 
-def allocate_together(areas: Areas, align: int = 16) -> Any:
-    """Areas that follow each other in one allocation."""
+def allocate_together(areas: Areas, align: int = 16, last: Collection[str] = ()) -> Any:
+    """Areas that follow each other in one allocation.
+
+    last   names of those that stand behind all others. Views are made in the order of the table whatever
+           the order of places, and by that of views the compiler allots registers
+    """
     area = SmemAllocator().allocate_tensor(Uint8, cute.make_layout(total(areas)), byte_alignment=ALIGNMENT)
-    return at(areas, area.iterator.toint(), align)
+    return at(areas, area.iterator.toint(), align, last)
 
 
-def at(areas: Areas, address: Int32, align: int = 16) -> Any:
-    """Areas that follow each other from an address on."""
+def at(areas: Areas, address: Int32, align: int = 16, last: Collection[str] = ()) -> Any:
+    """Areas that follow each other from an address on, as `allocate_together` says."""
     starts, offset = {}, 0
-    for name, size in sizes(areas).items():
+    for name, size in sorted(sizes(areas).items(), key=lambda named: named[0] in last):
         starts[name] = (address, offset)
         offset += size
     return _views(areas, starts, align)

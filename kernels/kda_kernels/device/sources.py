@@ -31,25 +31,26 @@ def path_of(module: str) -> Path:
 def behind(module: str) -> tuple[str, ...]:
     """The modules of this package that decide the code of a kernel in `module`, itself included, sorted.
 
-    Those that use the DSL, as far as imports at the top of files lead through such, and the problem's constants.
+    Those that use the DSL, themselves or by what they import at the top, and the problem's constants.
     """
     return tuple(sorted({*in_order((module,)), *_ALWAYS}))
 
 
 def in_order(modules: Iterable[str]) -> list[str]:
-    """Modules that use the DSL, and those that they need of such: each behind what it needs."""
-    found: dict[str, None] = {}
+    """Of these modules and those behind them the ones that use the DSL, or need such: each behind what it needs."""
+    uses: dict[str, bool] = {}
 
-    def visit(module: str) -> None:
-        needed, uses_dsl = _imports(path_of(module))
-        if uses_dsl and module not in found:
+    def visit(module: str) -> bool:
+        if module not in uses:
+            needed, uses_dsl = _imports(path_of(module))
             for other in needed:
-                visit(other)
-            found[module] = None
+                uses_dsl |= visit(other)
+            uses[module] = uses_dsl
+        return uses[module]
 
     for module in modules:
         visit(module)
-    return list(found)
+    return [module for module, uses_dsl in uses.items() if uses_dsl]
 
 
 def digest(modules: Iterable[str]) -> str:
