@@ -19,8 +19,10 @@ from kda_kernels import arguments
 from kda_kernels.device import cubin
 from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import StepOperands, make_step
+from kda_kernels.parts import fold
 from kda_kernels.problem import HEAD_DIM, Problem
-from kda_kernels.variants import fused
+from kda_kernels.step import Compiled
+from kda_kernels.variants import fused, fused_cluster
 
 H200 = Gpu("sm_90a", 132)
 SHAPES = ((1, 256), (2, 256), (2, 128), (4, 256), (4, 128), (8, 256), (8, 128))
@@ -36,9 +38,9 @@ def problem(tokens: int = 8, **more: Any) -> Problem:
     return Problem("replay", **{"requests": 4, "heads": 6, "tokens": tokens, "pending": "mix", **more})
 
 
-def plan(of: Problem, spec: fused.Spec) -> fused.Plan:
+def plan(of: Problem, spec: fused.Spec) -> fused_cluster.Plan:
     p = fused.plan(of, spec)
-    assert isinstance(p, fused.Plan)
+    assert isinstance(p, fused_cluster.Plan)
     return p
 
 
@@ -65,6 +67,9 @@ def plan(of: Problem, spec: fused.Spec) -> fused.Plan:
         (problem(), {"window": 9}, "window=9 must lie in 10..16"),
         (problem(), {"window": 17}, "window=17 must lie in 10..16"),
         (problem(requests=70_000), {}, "requests=70000"),
+        (problem(lower_bound=-8.0), {}, "lower_bound=-8.0 is too low for 8 tokens"),
+        (problem(lower_bound=-8.0), LINE_CHOICES, "lower_bound=-8.0 is too low for 8 tokens"),
+        (problem(lower_bound=None), {}, "unbounded"),
     ],
 )
 def test_unsupported(of: Problem, choices: dict[str, Any], reason: str) -> None:
@@ -113,13 +118,13 @@ def test_threads_cover_a_state_once(shape: tuple[int, int]) -> None:
 def test_fold_fragments_have_no_bank_conflicts(slots: int) -> None:
     pitch = 4 * (4 * slots) + 4
     for first in range(0, 32, 8):  # eight lanes at a time load 16 bytes each
-        places = {fused.fold_place(lane // 4, lane % (slots // 2)) for lane in range(first, first + 8)}
+        places = {fold.fold_place(lane // 4, lane % (slots // 2)) for lane in range(first, first + 8)}
         assert len({place % 8 for place in places}) == len(places)
     for t in range(slots // 2):
         for i in range(2):
             for warp in range(4):  # sixteen lanes at a time store 8 bytes each
                 banks = [
-                    (pair // 8 * pitch + 4 * fused.fold_place(pair % 8 // 2 * 2 + i, t) + 2 * (pair % 2)) // 2 % 16
+                    (pair // 8 * pitch + 4 * fold.fold_place(pair % 8 // 2 * 2 + i, t) + 2 * (pair % 2)) // 2 % 16
                     for pair in range(16 * warp, 16 * warp + 16)
                 ]
                 assert len(set(banks)) == 16
@@ -218,7 +223,7 @@ def test_emulation_agrees_with_the_reference(emulated: ModuleType, case: str) ->
 
 def test_emulation_notices_a_missing_barrier(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one behind the convolution."""
-    real, passed = emulated.arch.sync_threads, Counter[Any]()
+    real, passed = emulated.fused_cluster.arch.sync_threads, Counter[Any]()
 
     def all_but_one() -> None:
         thread = id(simt.current())
@@ -226,7 +231,7 @@ def test_emulation_notices_a_missing_barrier(emulated: ModuleType, monkeypatch: 
         if passed[thread] != 2:
             real()
 
-    monkeypatch.setattr(emulated.arch, "sync_threads", all_but_one)
+    monkeypatch.setattr(emulated.fused_cluster.arch, "sync_threads", all_but_one)
     of, spec, choices = CASES["4, after the projection"]
     assert emulate(emulated, of, spec, seed=1, **choices) is not None
 
@@ -254,12 +259,12 @@ def test_nothing_is_overwritten_by_what_comes_early(emulated: ModuleType, monkey
     assert emulate(emulated, of, spec, seed=2, **choices) is None
 
 
-def assert_resources(compiled: fused.Compiled) -> None:
+def assert_resources(compiled: Compiled) -> None:
     found, p = compiled.resources, compiled.plan
     assert found.stack_bytes == 0
     assert found.smem_bytes == p.smem_bytes
     assert found.ctas_per_sm >= p.ctas_per_sm >= 2
-    assert (found.threads, found.cluster) == (p.threads, p.split)
+    assert (found.threads, found.cluster) == (p.threads, p.cluster)
     assert fused.KERNELS[0] in compiled.binary.symbol
     assert len(compiled.binary.parameters) == len(arguments.Arguments._fields)
 

@@ -46,11 +46,10 @@ from kda_kernels.arguments import Arguments
 from kda_kernels.device import blocks, cubin
 from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import StepOperands
-from kda_kernels.parts import chunked, gate_product, prologue, streaming
+from kda_kernels.parts import chunked, fold, gate_product, prologue, streaming
 from kda_kernels.parts.prologue import ALIGNMENT, Operands
 from kda_kernels.parts.streaming import Place, Turn, Weights
 from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, Problem, ceil_div
-from kda_kernels.variants import fused
 
 KERNELS = ("kda_fused_ws",)
 
@@ -87,7 +86,7 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Plan(fused.Common):
+class Plan(fold.Shape):
     """What decides the code: the problem's compile-time part and the Spec's. Its repr is the cache key."""
 
     staged: int
@@ -328,7 +327,7 @@ def kda_fused_ws(A: Arguments, P: cutlass.Constexpr) -> None:
     pending = pending_of(A, request_of(numbers))
     start, asked = Int32(0), Int32(P.tokens)
     if const_expr(P.layout == "taps"):
-        start = fused.clamped(pending, P)
+        start = fold.clamped(pending, P)
     ask_request(A, M, request_of(numbers), item.head, start, asked, at, P)
     arch.cp_async_commit_group()
     if const_expr(P.ahead):
@@ -342,8 +341,8 @@ def kda_fused_ws(A: Arguments, P: cutlass.Constexpr) -> None:
     for i in cutlass.range(count, unroll=1):
         at = streaming.place()
         now = request_of(numbers)
-        n = fused.clamped(pending, P)
-        window = fused.window_of(A, now.page, n)
+        n = fold.clamped(pending, P)
+        window = fold.window_of(A, now.page, n)
         record = prologue.record_of(A, now.row, item.head)
         following = M.numbers[min(at.lane, 1)]
         if i + 1 == count:
@@ -357,7 +356,7 @@ def kda_fused_ws(A: Arguments, P: cutlass.Constexpr) -> None:
             cute.autovec_copy(M.taps[None, at.tid, None], weights.taps)
             chunked.convolve_with(weights.taps, weights.taps[None, CONV_WIDTH], M, M.qkv, window, record, at.tid, P)
         else:
-            fused.weigh(M, n, exp_A, A.lower_bound, at.warp - chunked.CONVOLVING_WARPS, at.lane, P)
+            fold.weigh(M, n, exp_A, A.lower_bound, at.warp - chunked.CONVOLVING_WARPS, at.lane, P)
         if const_expr(P.layout == "taps"):
             if now.page > 0:
                 streaming.store_window_major(A, M, window, item.head, at, P)
@@ -368,7 +367,7 @@ def kda_fused_ws(A: Arguments, P: cutlass.Constexpr) -> None:
                 streaming.store_dim_first(A, M, window, item.head, at)
         beta = M.beta[item.head % 2, min(at.lane % P.slots, P.tokens - 1)].to(Float32)
         factors = chunked.output_factors(M.out_gate, M.norm_weight, at.warp, at.lane, P)
-        old = fused.old_corrections(M, n, at.warp, at.lane, P)
+        old = fold.old_corrections(M, n, at.warp, at.lane, P)
         chunked.build_fragments(M.fragments, M.qkv, M.gamma, A.scale, at.warp, chunked.WARPS, at.lane, P)
         at = streaming.meet()
         chunked.token_products(M.fragments, M.partials, at.warp, at.lane, P)
@@ -435,10 +434,10 @@ def ask_request(
 ) -> None:
     """A request's window, of layout taps with n pending tokens, and the first `tokens` of its record."""
     if request.page > 0:
-        window = fused.window_of(A, request.page, n)
+        window = fold.window_of(A, request.page, n)
         streaming.ask_window(A, M, window, head, at, P)
     record = prologue.record_of(A, request.row, head)
-    fused.load_keys(M, record, tokens, at.tid, P)
+    fold.load_keys(M, record, tokens, at.tid, P)
     units = 4 * HEAD_DIM // 16
     held = Int32(0)
     if record.row >= 0:
@@ -469,7 +468,7 @@ def ask_next(
     if left > 0:
         later = streaming.after(A, item)
         streaming.ask_parameters(A, M, later, later.head != item.head, left > 1, at, P)
-        n = fused.clamped(pending, P)
+        n = fold.clamped(pending, P)
         asked = n if const_expr(P.records == "pending") else Int32(P.tokens)
         ask_request(A, M, request, later.head, n, asked, at, P)
         streaming.ask_projection(A, M, later, at, P)
@@ -525,7 +524,7 @@ def advance(
 
     index       of the item in the CTA's walk
     page        slot of the item; following: of the next one
-    old         of `fused.old_corrections`
+    old         of `fold.old_corrections`
 
     A line that was asked for before the next item's operands has as many younger groups as `staged`: its successors and
     the operands. One that was asked for since has one less.
@@ -547,7 +546,7 @@ def advance(
                 arch.cp_async_wait_group(P.staged - 1)
         else:
             arch.cp_async_wait_group(P.staged)
-        fused.advance_line(sums, M, old, line_of(M, turn, P), state, n, line, at.warp, at.lane, P)
+        fold.advance_line(sums, M, old, line_of(M, turn, P), state, n, line, at.warp, at.lane, P)
         arch.sync_warp()  # all lanes have read it
         asked, live, source = line + P.staged, page, state
         if asked >= P.lines:
