@@ -122,5 +122,11 @@ def _views(areas: Areas, starts: Mapping[str, tuple[Int32, int]], align: int) ->
             area.dtype, address + (offset + area.skip), cutlass.AddressSpace.smem, assumed_align=align
         )
         views[name] = cute.make_tensor(pointer, cute.make_layout(area.shape))
-    # Frozen: the tracer takes any other object apart, and then a tensor made outside a loop isn't seen in it.
-    return make_dataclass("Smem", views, frozen=True)(**views)
+    return bundle(views)
+
+
+def bundle(parts: Mapping[str, Any]) -> Any:
+    """What may stand for an `Smem`. Frozen: the tracer takes any other object apart, and then a tensor made outside a
+    loop isn't seen in it.
+    """
+    return make_dataclass("Smem", parts, frozen=True)(**parts)
