@@ -74,8 +74,11 @@ class Barriers(Area):
 Areas = Mapping[str, Area]
 
 
-def sizes(areas: Areas) -> dict[str, int]:
-    """Bytes of each area that has its own, with what aligns the next one. Areas without elements have none."""
+def sizes(areas: Areas, tail: bool = True) -> dict[str, int]:
+    """Bytes of each area that has its own, with what aligns the next one. Areas without elements have none.
+
+    tail   whether the last one too has what would align a next one; barriers never have
+    """
     found: dict[str, int] = {}
     for name, area in areas.items():
         owner = area.inside or name
@@ -85,25 +88,26 @@ def sizes(areas: Areas) -> dict[str, int]:
     for name, following in zip_longest(owners, owners[1:], fillvalue=""):
         align = areas[following or name].align
         end = start + found[name]
-        if following or not isinstance(areas[name], Barriers):
+        if following or (tail and not isinstance(areas[name], Barriers)):
             end = align * ceil_div(end, align)
         padded[name], start = end - start, end
     return padded
 
 
-def total(areas: Areas) -> int:
-    """Bytes of all areas."""
-    return sum(sizes(areas).values())
+def total(areas: Areas, tail: bool = True) -> int:
+    """Bytes of all areas, as `sizes` has them."""
+    return sum(sizes(areas, tail).values())
 
 
-def allocate(areas: Areas, align: int = 16) -> Any:
+def allocate(areas: Areas, align: int = 16, tail: bool = True) -> Any:
     """Areas with an allocation for each: with one for all, the compiler allots registers otherwise.
 
     align   that views may assume
+    tail    as `sizes` has it
     """
     allocator = SmemAllocator()
     starts = {}
-    for name, size in sizes(areas).items():
+    for name, size in sizes(areas, tail).items():
         area = allocator.allocate_tensor(Uint8, cute.make_layout(size), byte_alignment=areas[name].align)
         starts[name] = (area.iterator.toint(), 0)
     return _views(areas, starts, align)

@@ -42,7 +42,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, range_c
 
 from kda_kernels import arguments, step, walk
 from kda_kernels.arguments import Arguments
-from kda_kernels.device import blocks
+from kda_kernels.device import blocks, ring
 from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import StepOperands
 from kda_kernels.parts import chunked
@@ -51,7 +51,6 @@ from kda_kernels.parts.prologue import UNIT
 from kda_kernels.problem import HEAD_DIM, Problem
 from kda_kernels.step import Compiled
 from kda_kernels.variants.ws_plan import (
-    BOTTLENECK_STAGES,
     EPILOGUE,
     LAUNCHED,
     PRODUCT,
@@ -59,19 +58,13 @@ from kda_kernels.variants.ws_plan import (
     REGISTERS,
     RESULT_PITCH,
     THREADS,
-    VALUE_STAGES,
-    VECTOR_STAGES,
     Plan,
-    advance,
     allocate,
-    arrive,
     copy_async,
     fragments_of,
     load_numbers,
     pages_of,
     place_of,
-    stage_of,
-    turn,
 )
 from kda_kernels.variants.ws_prologue import prologue
 from kda_kernels.walk import Item
@@ -174,16 +167,10 @@ def kda_ws(A: Arguments, P: cutlass.Constexpr) -> None:
     warp = arch.make_warp_uniform(thread // 32)
     M = allocate(P)
     if thread == 0:
-        for s in range_constexpr(BOTTLENECK_STAGES):
-            arch.mbarrier_init(M.f_a_full + s, 32 * PROLOGUE)
-        for s in range_constexpr(VECTOR_STAGES):
-            arch.mbarrier_init(M.vectors_full + s, 32 * PROLOGUE)
-            arch.mbarrier_init(M.vectors_empty + s, 32 * PRODUCT)
-        for s in range_constexpr(P.result_stages):
-            arch.mbarrier_init(M.results_full + s, 32 * PRODUCT)
-            arch.mbarrier_init(M.results_empty + s, 32 * P.finishers)
-        for s in range_constexpr(VALUE_STAGES):
-            arch.mbarrier_init(M.values_empty + s, 32 * P.finishers)
+        M.f_a_ring.init(32 * PROLOGUE, 32 * PROLOGUE)
+        M.vector_ring.init(32 * PROLOGUE, 32 * PRODUCT)
+        M.result_ring.init(32 * PRODUCT, 32 * P.finishers)
+        M.value_ring.init(32 * PROLOGUE, 32 * P.finishers)
         arch.mbarrier_init_fence()
 
     # Zero, which the compiler must not know: loads that it takes for the same in all lanes go to a uniform register,
@@ -304,10 +291,9 @@ def record_product(
     arch.sync_threads()
 
     place = place_of(lane)
-    state_stage = Int32(0)
+    state = ring.first()
     for n in cutlass.range(count, unroll=1):
-        stage, phase = turn(n, VECTOR_STAGES)
-        result_stage, result_phase = turn(n, P.result_stages)
+        turn, result_turn = M.vector_ring.turn(n), M.result_ring.turn(n)
         later = n + P.state_stages
         slot = arch.shuffle_sync(numbers[0], later % 32)
         refill = slot if later < count else Int32(0)
@@ -316,8 +302,8 @@ def record_product(
         if (later + 1) % 32 == 0 and later + 1 < count:
             load_numbers(A, numbers, item, lane, P)
 
-        arch.mbarrier_wait(M.vectors_full + stage, phase)
-        fragments = fragments_of(M, stage, P)
+        M.vector_ring.consumer_wait(turn)
+        fragments = fragments_of(M, turn.stage, P)
         coefficients = vector_products(fragments, warp, place, P)
         none = (Float32(0), Float32(0), Float32(0), Float32(0))
         sums = [none for _ in range(P.tiles)]
@@ -328,7 +314,7 @@ def record_product(
             words = cute.make_rmem_tensor((4, P.units // P.groups), Uint32)
             for i in range_constexpr(P.units // P.groups):
                 unit = group * (P.units // P.groups) + i
-                cute.autovec_copy(cells[None, tid, unit, state_stage], words[None, i])
+                cute.autovec_copy(cells[None, tid, unit, state.stage], words[None, i])
             for j in range_constexpr(STEPS // P.groups):
                 step = group * (STEPS // P.groups) + j
                 a, a_rest = operand(words, j, P)
@@ -340,14 +326,14 @@ def record_product(
                     if const_expr(P.state_dtype == "fp32"):
                         corrections[tile] = blocks.mma_16816(corrections[tile], a_rest, (b[0, 0], b[0, 1]))
             if refill > 0:
-                load_group(cells, page, group, state_stage, tid, P)
+                load_group(cells, page, group, state.stage, tid, P)
             arch.cp_async_commit_group()
-        arrive(M.vectors_empty + stage)
+        M.vector_ring.consumer_release(turn)
 
-        arch.mbarrier_wait(M.results_empty + result_stage, result_phase ^ 1)
-        put_results(stage_of(M.results, result_stage, P.result_stages), sums, corrections, coefficients, warp, lane, P)
-        arrive(M.results_full + result_stage)
-        state_stage, _ = advance(state_stage, Int32(0), P.state_stages)
+        M.result_ring.producer_acquire(result_turn)
+        put_results(M.results[None, result_turn.stage], sums, corrections, coefficients, warp, lane, P)
+        M.result_ring.producer_commit(result_turn)
+        state = ring.after(state, P.state_stages)
 
 
 @cute.jit
@@ -453,10 +439,9 @@ def step_product(
     arch.sync_threads()
 
     own = row + lane % 16 // 2 * 2  # row whose sums end up on this lane, and on a neighbour
-    state_stage = Int32(0)
+    state = ring.first()
     for n in cutlass.range(count, unroll=1):
-        stage, phase = turn(n, VECTOR_STAGES)
-        result_stage, result_phase = turn(n, P.result_stages)
+        turn, result_turn = M.vector_ring.turn(n), M.result_ring.turn(n)
         refill = slot if n + P.state_stages < count else Int32(0)
         page = page_of(A, base, slot, item.head, P)
         item = walk.next_item(item, A.heads, A.requests)
@@ -466,37 +451,37 @@ def step_product(
         following, _, _ = pages_of(A, own_item.request, zero, P)
 
         arch.cp_async_wait_group(P.state_stages - 1)
-        S = take_state(cells, tid, state_stage, P)
+        S = take_state(cells, tid, state.stage, P)
         if refill > 0:
-            load_group(cells, page, 0, state_stage, tid, P)
+            load_group(cells, page, 0, state.stage, tid, P)
         arch.cp_async_commit_group()
 
-        arch.mbarrier_wait(M.vectors_full + stage, phase)
-        arch.mbarrier_wait(M.results_empty + result_stage, result_phase ^ 1)
-        results = stage_of(M.results, result_stage, P.result_stages)
+        M.vector_ring.consumer_wait(turn)
+        M.result_ring.producer_acquire(result_turn)
+        results = M.results[None, result_turn.stage]
         for t in cutlass.range(P.tokens, unroll=1):
             upcoming = Int32(0)
             if const_expr(P.tokens > 1):
                 upcoming = token_slot(A, request, min(t + 1, P.tokens - 1))
-            words = vectors_of(M, stage, t, P)
+            words = vectors_of(M, turn.stage, t, P)
             w = row_products(S, words, 0, lane, P)
             y = row_products(S, words, 1, lane, P)
-            kk, qq, kq, beta = factors_of(M, stage, t, P)
+            kk, qq, kq, beta = factors_of(M, turn.stage, t, P)
             rk = blocks.rsqrt(kk + Float32(blocks.KEY_EPS))
             rq = A.scale * blocks.rsqrt(qq + Float32(blocks.KEY_EPS))
             u = beta * (words[own, 4] - w * rk)
             if lane % 2 == 0:
                 results[t * HEAD_DIM + own] = rq * (y + u * rk * kq)
             if t == P.tokens - 1:
-                arrive(M.results_full + result_stage)
+                M.result_ring.producer_commit(result_turn)
             update(S, words, u * rk, lane, P)
             if t == P.tokens - 1:
-                arrive(M.vectors_empty + stage)
+                M.vector_ring.consumer_release(turn)
             if live and target > 0:
                 store_state(S, page_of(A, base, target, head, P), P)
             target = upcoming
         target = following
-        state_stage, _ = advance(state_stage, Int32(0), P.state_stages)
+        state = ring.after(state, P.state_stages)
 
 
 @cute.jit
@@ -509,7 +494,7 @@ def token_slot(A: Arguments, request: Int32, t: Int32) -> Int32:
 def vectors_of(M: cutlass.Constexpr, stage: Int32, t: Int32, P: cutlass.Constexpr) -> cute.Tensor:
     """(channel, vector) of a token: d k, d q, d, k, v."""
     return cute.make_tensor(
-        stage_of(M.vectors, stage, VECTOR_STAGES).iterator,
+        M.vectors[None, stage].iterator,
         cute.make_layout((HEAD_DIM, 5, P.tokens), stride=(1, HEAD_DIM, 5 * HEAD_DIM)),
     )[None, None, t]
 
@@ -616,21 +601,21 @@ def record_epilogue(
     arch.sync_threads()
 
     item = start
-    value_stage = Int32(0)
+    value_turn = ring.first()
     for n in cutlass.range(count, unroll=1):
-        result_stage, result_phase = turn(n, P.result_stages)
+        result_turn = M.result_ring.turn(n)
         slot, record = arch.shuffle_sync(numbers[0], n % 32), arch.shuffle_sync(numbers[1], n % 32)
         _, target = channels_of(A, item, t, unit * UNIT, P)
 
-        arch.mbarrier_wait(M.results_full + result_stage, result_phase)
+        M.result_ring.consumer_wait(result_turn)
         result = cute.make_rmem_tensor(UNIT, BFloat16)
         result.fill(BFloat16(0))
         if slot > 0:
-            results = stage_of(M.results, result_stage, P.result_stages)
+            results = M.results[None, result_turn.stage]
             kept = Int64(record) * A.corrections_stride + Int64(item.head * A.record_tokens) * HEAD_DIM + tid
-            add_parts(A, M, results, value_stage, tid, P)
+            add_parts(A, M, results, value_turn.stage, tid, P)
             arch.barrier(barrier_id=_EPILOGUE_BARRIER, number_of_threads=32 * EPILOGUE)
-            substitute(M, results, value_stage, record, A.corrections + kept * 4, tid, P)
+            substitute(M, results, value_turn.stage, record, A.corrections + kept * 4, tid, P)
             arch.barrier(barrier_id=_EPILOGUE_BARRIER, number_of_threads=32 * EPILOGUE)
             # From L1; over the substitution registers are short.
             norm = blocks.get_vector(Float32, A.norm_weight + Int64(unit) * 32, UNIT)
@@ -641,12 +626,12 @@ def record_epilogue(
             for i in range_constexpr(2):
                 cute.autovec_copy(outputs[None, i, unit, t], o[None, i])
             normalize(o, gates, norm, result, A.eps, 16)
-        arrive(M.results_empty + result_stage)
-        arrive(M.values_empty + value_stage)
+        M.result_ring.consumer_release(result_turn)
+        M.value_ring.consumer_release(value_turn)
         if tid < 16 * P.tokens:
             blocks.put_vector(result, target)
 
-        value_stage, _ = advance(value_stage, Int32(0), VALUE_STAGES)
+        value_turn = M.value_ring.after(value_turn)
         item = walk.next_item(item, A.heads, A.requests)
         if n + 1 < count:
             gates.store(blocks.get_vector(BFloat16, channels_of(A, item, t, unit * UNIT, P)[0], UNIT).load())
@@ -705,7 +690,7 @@ def substitute(
     half = P.columns // 2
     rows = cute.make_tensor(results.iterator, cute.make_layout((HEAD_DIM, P.columns), stride=(1, RESULT_PITCH)))
     v = cute.make_tensor(
-        stage_of(M.values, value_stage, VALUE_STAGES).iterator,
+        M.values[None, value_stage].iterator,
         cute.make_layout((HEAD_DIM, P.tokens), stride=(1, P.value_pitch)),
     )
     coefficients = cute.make_tensor(
@@ -713,7 +698,7 @@ def substitute(
         cute.make_layout((4, P.columns // 4, 8), stride=(1, 4, P.columns)),
     )
     factors = cute.make_tensor(
-        stage_of(M.sums, value_stage, P.sum_stages).iterator + P.sums * PROLOGUE,
+        M.sums[None, value_stage].iterator + P.sums * PROLOGUE,
         cute.make_layout((4, P.tokens), stride=(1, P.sum_words)),
     )
     w = cute.make_rmem_tensor(P.tokens, Float32)
@@ -744,7 +729,7 @@ def substitute(
 def sums_of(M: cutlass.Constexpr, stage: Int32, t: Int32, P: cutlass.Constexpr) -> cute.Tensor:
     """A token's sums and factors, `sum_words`."""
     return cute.make_tensor(
-        stage_of(M.sums, stage, P.sum_stages).iterator,
+        M.sums[None, stage].iterator,
         cute.make_layout((P.sum_words, P.tokens), stride=(1, P.sum_words)),
     )[None, t]
 
@@ -787,19 +772,19 @@ def step_epilogue(
     item = start
     rounds = count if warp < P.finishers else Int32(0)
     for n in cutlass.range(rounds, unroll=1):
-        result_stage, result_phase = turn(n, P.result_stages)
+        result_turn = M.result_ring.turn(n)
         slot, _, _ = pages_of(A, item.request, zero, P)
         tokens = [min(warp + EPILOGUE * i, P.tokens - 1) for i in range((P.tokens + EPILOGUE - 1) // EPILOGUE)]
         gates = [blocks.get_vector(BFloat16, channels_of(A, item, t, 4 * lane, P)[0], 4) for t in tokens]
-        arch.mbarrier_wait(M.results_full + result_stage, result_phase)
+        M.result_ring.consumer_wait(result_turn)
         results = cute.make_tensor(
-            stage_of(M.results, result_stage, P.result_stages).iterator,
+            M.results[None, result_turn.stage].iterator,
             cute.make_layout((4, 32, P.tokens), stride=(1, 4, HEAD_DIM)),
         )
         rounded = cute.make_rmem_tensor((4, len(tokens)), Float32)
         for i in range_constexpr(len(tokens)):
             cute.autovec_copy(results[None, lane, tokens[i]], rounded[None, i])
-        arrive(M.results_empty + result_stage)
+        M.result_ring.consumer_release(result_turn)
         rounded.store(rounded.load().to(BFloat16).to(Float32))
         for i in range_constexpr(len(tokens)):
             result = cute.make_rmem_tensor(4, BFloat16)

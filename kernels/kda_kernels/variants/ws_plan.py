@@ -11,6 +11,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
 
 from kda_kernels.arguments import Arguments
 from kda_kernels.device import blocks, smem
+from kda_kernels.device.ring import Ring
 from kda_kernels.device.smem import Area
 from kda_kernels.parts.chunked import STEPS
 from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, HISTORY, ceil_div
@@ -223,72 +224,23 @@ class Plan(StepPlan):
         return smem.total(self.areas, tail=False)
 
 
-@dataclass(frozen=True)
-class Shared:
-    """A CTA's shared memory: areas `[element, stage]`, flat where there is one stage; and mbarriers, one per stage."""
-
-    state: Any  # [cells, threads, 4 words]
-    inputs: Any  # [rows, 3, 128] bf16, by `row_place`
-    window: Any  # [3, 128, entries] bf16, dim-first only
-    f_a: Any  # [tokens, BOTTLENECK_PITCH] bf16
-    taps: Any  # [3, 4, 128]
-    bias: Any  # [3, 128]
-    vectors: Any  # [`vector_words`]
-    sums: Any  # [tokens, `sum_words`] f32
-    results: Any  # [`result_words`] f32
-    values: Any  # [tokens, `value_pitch`] bf16 v, record only
-    f_a_full: Any
-    vectors_full: Any
-    vectors_empty: Any
-    results_full: Any
-    results_empty: Any
-    values_empty: Any
-
-
 @cute.jit
-def allocate(P: cutlass.Constexpr) -> Shared:
-    areas = vars(smem.allocate(P.areas, tail=False))
-    barriers = areas.pop("barriers").iterator
-    areas.setdefault("values", None)
-    vectors = barriers + BOTTLENECK_STAGES
+def allocate(P: cutlass.Constexpr) -> Any:
+    """`Plan.areas`, and a ring of mbarriers to each of f_a, vectors, results and values."""
+    M = smem.allocate(P.areas, tail=False)
+    f_a = M.barriers.iterator
+    vectors = f_a + BOTTLENECK_STAGES
     results = vectors + 2 * VECTOR_STAGES
-    return Shared(
-        **areas,
-        f_a_full=barriers,
-        vectors_full=vectors,
-        vectors_empty=vectors + VECTOR_STAGES,
-        results_full=results,
-        results_empty=results + P.result_stages,
-        values_empty=results + 2 * P.result_stages,
+    values = results + 2 * P.result_stages
+    return smem.bundle(
+        vars(M)
+        | {
+            "f_a_ring": Ring(BOTTLENECK_STAGES, f_a, None),
+            "vector_ring": Ring(VECTOR_STAGES, vectors, vectors + VECTOR_STAGES),
+            "result_ring": Ring(P.result_stages, results, results + P.result_stages),
+            "value_ring": Ring(VALUE_STAGES, None, values),
+        }
     )
-
-
-@cute.jit
-def stage_of(area: cute.Tensor, stage: Int32, stages: cutlass.Constexpr) -> cute.Tensor:
-    """A stage of an area, flat."""
-    return area[None, stage]
-
-
-@cute.jit
-def turn(n: Int32, stages: cutlass.Constexpr) -> tuple[Int32, Int32]:
-    """Of one or two stages the n-th item's, and the parity with which it is waited for to be full."""
-    return n & (stages - 1), (n >> (stages - 1)) & 1
-
-
-@cute.jit
-def advance(stage: Int32, phase: Int32, stages: cutlass.Constexpr) -> tuple[Int32, Int32]:
-    """The stage after it, and the parity with which its mbarrier is waited for."""
-    stage = stage + 1
-    if stage == stages:
-        stage, phase = Int32(0), phase ^ 1
-    return stage, phase
-
-
-@cute.jit
-def arrive(barrier: cute.Pointer) -> None:
-    """The warp meets, and each of its threads arrives: race detectors do not follow one lane that does so for all."""
-    arch.sync_warp()
-    arch.mbarrier_arrive(barrier)
 
 
 @cute.jit
@@ -343,7 +295,7 @@ def copy_async(shared: Int32, address: Int64) -> None:
 def fragments_of(M: cutlass.Constexpr, stage: Int32, P: cutlass.Constexpr) -> cute.Tensor:
     """(first and second term of two columns, half, place, tile, step) of a stage."""
     return cute.make_tensor(
-        stage_of(M.vectors, stage, VECTOR_STAGES).iterator,
+        M.vectors[None, stage].iterator,
         cute.make_layout((2, 2, 32, P.tiles + 1, STEPS), stride=(1, 2, 4, 128, 128 * (P.tiles + 1))),
     )
 

@@ -15,27 +15,19 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, range_c
 
 from kda_kernels import walk
 from kda_kernels.arguments import Arguments
-from kda_kernels.device import blocks
+from kda_kernels.device import blocks, ring
 from kda_kernels.parts import chunked
 from kda_kernels.parts.chunked import GMEM, STEPS
 from kda_kernels.parts.prologue import UNIT
 from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, HISTORY, ceil_div
 from kda_kernels.variants.ws_plan import (
     BOTTLENECK_PITCH,
-    BOTTLENECK_STAGES,
-    INPUT_STAGES,
     PROLOGUE,
-    VALUE_STAGES,
-    VECTOR_STAGES,
-    advance,
-    arrive,
     copy_async,
     fragment_of,
     fragments_of,
     load_numbers,
     place_of,
-    stage_of,
-    turn,
 )
 from kda_kernels.walk import Item
 
@@ -110,15 +102,16 @@ def prologue(
     arch.cp_async_commit_group()
     arch.sync_threads()
 
-    third, phase = Int32(0), Int32(0)  # stage of f_a, and of the values
+    third = ring.first()  # of f_a, and of the values
     for n in cutlass.range(count, unroll=1):
-        stage, turned = turn(n, VECTOR_STAGES)
+        turn = M.vector_ring.turn(n)
+        stage = turn.stage
         item = walk.next_item(item, A.heads, A.requests)
         if (n + 2) % 32 == 0 and n + 2 < count:
             load_numbers(A, numbers, item, lane, P)
         # All copies but those for item n+1.
         arch.cp_async_wait_group(1)
-        arrive(M.f_a_full + third)
+        M.f_a_ring.producer_commit(third)
         if work.head != loaded:
             loaded = work.head
             load_taps(A, M, work.head, L, P)
@@ -128,15 +121,15 @@ def prologue(
             arch.cp_async_wait_group(0)
             arch.sync_warp()
 
-        x = stage_of(M.inputs, stage, INPUT_STAGES)
+        x = M.inputs[None, stage]
         window = x
         if const_expr(P.layout == "rows"):
-            window = stage_of(M.window, stage, INPUT_STAGES)
+            window = M.window[None, stage]
             if work.slot > 0:
                 roll_history(window, x, work.entry, L, P)
                 arch.sync_warp()
-        arch.mbarrier_wait(M.f_a_full + third, phase)
-        f_a = stage_of(M.f_a, third, BOTTLENECK_STAGES)
+        M.f_a_ring.consumer_wait(third)
+        f_a = M.f_a[None, third.stage]
         raw = cute.make_rmem_tensor((2, P.lane_tokens), BFloat16)
         logs = cute.make_rmem_tensor((2, P.lane_tokens), Float32)
         if work.slot > 0:
@@ -144,13 +137,13 @@ def prologue(
                 load_gate(A, G, work.head, zero, L)
             gate(A, G, f_a, raw, logs, L, P)
 
-        arch.mbarrier_wait(M.vectors_empty + stage, turned ^ 1)
+        M.vector_ring.producer_acquire(turn)
         if const_expr(P.chunked):
-            arch.mbarrier_wait(M.values_empty + third, phase ^ 1)
+            M.value_ring.producer_acquire(third)
         if work.slot > 0:
-            sums = stage_of(M.sums, third if const_expr(P.chunked) else stage, P.sum_stages)
+            sums = M.sums[None, third.stage if const_expr(P.chunked) else stage]
             if const_expr(P.chunked):
-                record_vectors(A, M, x, window, raw, logs, sums, stage, third, work, L, P)
+                record_vectors(A, M, x, window, raw, logs, sums, stage, third.stage, work, L, P)
             else:
                 step_vectors(M, x, window, logs, sums, stage, L, P)
             if warp == 0 and lane < P.tokens:
@@ -160,16 +153,16 @@ def prologue(
                 sums[lane * P.sum_words + PROLOGUE * P.sums] = beta
         # Once on each way: behind one arrival for both, what stores the window moves ahead of it, and spills.
         if work.slot > 0:
-            arrive(M.vectors_full + stage)
+            M.vector_ring.producer_commit(turn)
             store_window(A, window, work, L, P)
         else:
-            arrive(M.vectors_full + stage)
+            M.vector_ring.producer_commit(turn)
 
-        third, phase = advance(third, phase, BOTTLENECK_STAGES)
+        third = M.f_a_ring.after(third)
         # The stage of the bottleneck after the next is that of item n-1, whose gate all warps have behind them: each of
         # them has arrived for item n since.
         arch.sync_warp()
-        later_stage, _ = advance(third, phase, BOTTLENECK_STAGES)
+        later_stage = M.f_a_ring.after(third).stage
         later = work_of(numbers, item, n + 2, count, P)
         load_window(A, M, stage, later, L, P)
         load_rows(A, M, stage, later_stage, later, item.request, L, P)
@@ -249,7 +242,7 @@ def load_window(A: Arguments, M: cutlass.Constexpr, stage: Int32, work: Work, L:
         if const_expr(P.layout == "rows"):
             piece = L.warp * (_WARP_CHANNELS * P.window * 2) + L.number * 16
             source = page + Int64(work.head) * (HEAD_DIM * P.window * 2) + piece
-            target = stage_of(M.window, stage, INPUT_STAGES).iterator.toint() + piece
+            target = M.window[None, stage].iterator.toint() + piece
             if L.number < 2 * P.window:
                 for part in range_constexpr(3):
                     copy_async(target + part * (HEAD_DIM * P.window * 2), source + D * (part * P.window * 2))
@@ -258,7 +251,7 @@ def load_window(A: Arguments, M: cutlass.Constexpr, stage: Int32, work: Work, L:
             if entry < HISTORY:
                 source = page + Int64(work.head * HEAD_DIM + L.warp * _WARP_CHANNELS + unit * UNIT) * 2
                 source = source + (Int64(work.entry + entry) * A.tap_stride + D * part) * 2
-                target = stage_of(M.inputs, stage, INPUT_STAGES).iterator.toint()
+                target = M.inputs[None, stage].iterator.toint()
                 copy_async(target + row_byte(entry, part, L, P) + unit * 16, source)
 
 
@@ -290,7 +283,7 @@ def load_rows(
     if work.slot > 0:
         half, t, unit = L.number // 16, L.number // 2 % 8, L.number % 2
         first = Int64(request * P.tokens) * (A.pitch * 2)
-        target = stage_of(M.inputs, stage, INPUT_STAGES).iterator.toint() + unit * 16
+        target = M.inputs[None, stage].iterator.toint() + unit * 16
         if t < P.tokens:
             own = L.inputs + first + work.head * (2 * HEAD_DIM)
             copy_async(target + row_byte(HISTORY + t, half, L, P), own)
@@ -298,7 +291,7 @@ def load_rows(
                 copy_async(target + row_byte(HISTORY + t, Int32(2), L, P), own + Int64(A.heads) * (4 * HEAD_DIM))
         if L.warp < P.tokens:
             f_a = L.f_a + first
-            place = stage_of(M.f_a, f_a_stage, BOTTLENECK_STAGES).iterator.toint() + L.warp * (2 * BOTTLENECK_PITCH)
+            place = M.f_a[None, f_a_stage].iterator.toint() + L.warp * (2 * BOTTLENECK_PITCH)
             if half == 1:
                 copy_async(place + (L.number - 16) * 16, f_a + (L.number - 16) * 16)
             # The word's other half is beta of a neighbouring head, or padding of the row.
@@ -477,7 +470,7 @@ def record_vectors(
     tokens past the last stays in columns that nobody reads.
     """
     values = cute.make_tensor(
-        cute.recast_ptr(stage_of(M.values, value_stage, VALUE_STAGES).iterator, dtype=Uint32),
+        cute.recast_ptr(M.values[None, value_stage].iterator, dtype=Uint32),
         cute.make_layout((HEAD_DIM // 2, P.tokens), stride=(1, P.value_pitch // 2)),
     )
     record = Int64(work.record) * A.key_gates_stride + Int64(work.head * A.record_tokens) * (2 * HEAD_DIM)
@@ -536,7 +529,7 @@ def step_vectors(
 ) -> None:
     """Leaves d k, d q, d, k, v of every token and the sums for the norms."""
     words = cute.make_tensor(
-        stage_of(M.vectors, stage, VECTOR_STAGES).iterator,
+        M.vectors[None, stage].iterator,
         cute.make_layout((2, HEAD_DIM // 2, 5, P.tokens), stride=(1, 2, HEAD_DIM, 5 * HEAD_DIM)),
     )
     parts = [convolve(M, x, window, part, L, P) for part in range(3)]
