@@ -22,8 +22,9 @@ from cutlass import BFloat16, Int32, Int64, const_expr, range_constexpr
 
 from kda_kernels.arguments import Arguments
 from kda_kernels.device import blocks
+from kda_kernels.device.blocks import UNIT
 from kda_kernels.device.smem import Smem
-from kda_kernels.parts.prologue import UNIT, Place
+from kda_kernels.parts.prologue import Place
 from kda_kernels.problem import CONV_WIDTH, HISTORY, ceil_div
 
 _WARP_CHANNELS = 64

@@ -30,12 +30,13 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr, 
 
 from kda_kernels.arguments import Arguments
 from kda_kernels.device import blocks, smem
+from kda_kernels.device.blocks import UNIT
 from kda_kernels.device.gpu import Gpu
 from kda_kernels.device.smem import Area, Barriers, Smem
 from kda_kernels.parts import chunked, conv_window, prologue
 from kda_kernels.parts.cluster import ClusterPlan
 from kda_kernels.parts.conv_window import Window
-from kda_kernels.parts.prologue import UNIT, Place, Record, Rows
+from kda_kernels.parts.prologue import Place, Record, Rows, copy_rows_anew
 from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, HISTORY, ceil_div
 
 SHAPES = ((1, 256), (2, 128), (2, 256), (4, 128), (4, 256), (8, 128))
@@ -237,7 +238,7 @@ def kda_split_chunked(A: Arguments, P: cutlass.Constexpr) -> None:
 
     # The slot must be the first load: behind the copies it comes back a microsecond later.
     # One load for both numbers, so that neither shares a scoreboard with the state.
-    table = A.slots + Int64(request) * A.slots_stride * 4
+    table = prologue.slots_of(A, request)
     if lane > 0:
         table = A.record_rows + Int64(request) * 4
     mine = blocks.at(Int32, table, Int32(0))
@@ -248,16 +249,16 @@ def kda_split_chunked(A: Arguments, P: cutlass.Constexpr) -> None:
 
     at = Place(tid, warp, lane, rank, head, head * HEAD_DIM + rank * P.rows, A.heads * HEAD_DIM)
     load_weights(A, M, at, P)
-    projected = A.projected + Int64(request * P.tokens) * A.pitch * 2
+    projected = prologue.projected_of(A, request, P)
     if const_expr(not P.chained):
         arch.griddepcontrol_wait()
         arch.griddepcontrol_launch_dependents()
-        prologue.load_projection(copy_rows, M, projected, A.pitch, at, P)
+        prologue.load_projection(copy_rows_anew, M, projected, A.pitch, at, P)
         arch.cp_async_commit_group()
     # What doesn't need the slot is computed before it: pinned, or it would be moved behind.
     offset = blocks.pinned(state_offset(at, P))
     cells = window_offsets(A, at, P)
-    results = A.out + (Int64(request * P.tokens) * at.D + at.channel) * 2
+    results = prologue.results_of(A, request, at, P)
     page, row = arch.shuffle_sync(mine, 0), arch.shuffle_sync(mine, 1)
     if page > 0:
         window = conv_window.window_of(A, page, Int32(0))
@@ -269,16 +270,10 @@ def kda_split_chunked(A: Arguments, P: cutlass.Constexpr) -> None:
         if const_expr(P.chained):
             arch.griddepcontrol_wait()
             arch.griddepcontrol_launch_dependents()
-            prologue.load_projection(copy_rows, M, projected, A.pitch, at, P)
+            prologue.load_projection(copy_rows_anew, M, projected, A.pitch, at, P)
             arch.cp_async_commit_group()
         arch.cp_async_commit_group()
-        # From this CTA's first channel on.
-        entry = Int64(head * A.record_tokens) * HEAD_DIM
-        record = Record(
-            row,
-            A.key_gates + (Int64(row) * A.key_gates_stride + 2 * entry + rank * P.rows) * 2,
-            A.corrections + (Int64(row) * A.corrections_stride + entry + rank * P.rows) * 4,
-        )
+        record = record_of(A, row, at, P)
 
         arch.cp_async_wait_group(1)
         arch.sync_threads()
@@ -300,20 +295,13 @@ def kda_split_chunked(A: Arguments, P: cutlass.Constexpr) -> None:
             fetch_history(seen, M, window, task, P)
             exchange(M, convolve(weight, bias, seen, inputs, P), record, task, at, P)
         arch.sync_threads()
-        if const_expr(P.layout == "rows"):
-            roll_window(M, window, at, P)
-        else:
-            store_window(M, window, at, P)
+        keep_window(M, window, at, P)
         if const_expr(P.split > 1):
             prologue.wait(M, _VECTORS, P)
 
         pairs(M, at, P)
         arch.sync_threads()
-        if const_expr(P.pair_count == P.threads):
-            reduce_pairs(M, A.scale, at, P)
-        else:
-            if warp < P.pair_count // 32:
-                reduce_pairs(M, A.scale, at, P)
+        reduce_pairs(M, A.scale, at, P)
         multiply(raw, M, at, P)
         arch.sync_threads()
         if at.warp < P.row_warps:
@@ -333,37 +321,14 @@ def kda_split_chunked(A: Arguments, P: cutlass.Constexpr) -> None:
 
 
 @cute.jit
-def copy_rows(
-    shared: cute.Pointer,
-    address: Int64,
-    outer_bytes: Int64,
-    inner_bytes: Int64,
-    R: cutlass.Constexpr,
-    at: Place,
-    P: cutlass.Constexpr,
-) -> None:
-    """`prologue.copy_rows` with the addresses of each unit found anew: fewer registers, more instructions."""
-    total = R.outer * R.inner * R.units
-    thread = (at.tid + (P.threads - R.first % P.threads)) % P.threads
-    for i in range_constexpr(ceil_div(total, P.threads)):
-        unit = thread + i * P.threads
-        if const_expr((i + 1) * P.threads <= total):
-            _copy_unit(shared, address, outer_bytes, inner_bytes, unit, R)
-        else:
-            if unit < total:
-                _copy_unit(shared, address, outer_bytes, inner_bytes, unit, R)
-
-
-@cute.jit
-def _copy_unit(
-    shared: cute.Pointer, address: Int64, outer_bytes: Int64, inner_bytes: Int64, unit: Int32, R: cutlass.Constexpr
-) -> None:
-    row, u = unit // R.units, unit % R.units
-    source = address + Int64(row // R.inner) * outer_bytes + Int64(row % R.inner) * inner_bytes + u * 16
-    place = unit
-    if const_expr(R.swizzled):
-        place = row * R.units + (u ^ (row % 8))
-    prologue.copy_unit(shared.toint() + place * 16, source, R.wide)
+def record_of(A: Arguments, row: Int32, at: Place, P: cutlass.Constexpr) -> Record:
+    """From this CTA's first channel on."""
+    entry = Int64(at.head * A.record_tokens) * HEAD_DIM
+    return Record(
+        row,
+        A.key_gates + (Int64(row) * A.key_gates_stride + 2 * entry + at.rank * P.rows) * 2,
+        A.corrections + (Int64(row) * A.corrections_stride + entry + at.rank * P.rows) * 4,
+    )
 
 
 @cute.jit
@@ -371,15 +336,17 @@ def load_weights(A: Arguments, M: Smem, at: Place, P: cutlass.Constexpr) -> None
     quads, tap_bytes, none = P.rows // 4, Int64(at.D) * P.weight_bytes, Int64(0)
     features = A.f_b + Int64(at.channel) * (2 * HEAD_DIM)
     rows = Rows(1, P.rows, HEAD_DIM // UNIT, swizzled=True)
-    copy_rows(M.gate_weight.iterator, features, none, Int64(2 * HEAD_DIM), rows, at, P)
+    copy_rows_anew(M.gate_weight.iterator, features, none, Int64(2 * HEAD_DIM), rows, at, P)
     used = P.rows * (HEAD_DIM // UNIT)
-    copy_rows(M.dt_bias.iterator, A.dt_bias + Int64(at.channel) * 4, none, none, Rows(1, 1, quads, first=used), at, P)
+    copy_rows_anew(
+        M.dt_bias.iterator, A.dt_bias + Int64(at.channel) * 4, none, none, Rows(1, 1, quads, first=used), at, P
+    )
     used += quads
     if at.tid == P.threads - 1:
         blocks.copy_async(M.A_log.iterator.toint(), A.A_log + Int64(at.head) * 4, 4)
-    prologue.load_taps(copy_rows, A, M, tap_bytes, used, at, P)
+    prologue.load_taps(copy_rows_anew, A, M, tap_bytes, used, at, P)
     rows = Rows(1, 1, quads, first=used + prologue.tap_units(P))
-    copy_rows(M.norm_weight.iterator, A.norm_weight + Int64(at.rank * P.rows) * 4, none, none, rows, at, P)
+    copy_rows_anew(M.norm_weight.iterator, A.norm_weight + Int64(at.rank * P.rows) * 4, none, none, rows, at, P)
 
 
 @cute.jit
@@ -418,7 +385,7 @@ def load_window(M: Smem, window: Window, offsets: cute.Tensor, at: Place, P: cut
     elif const_expr(P.layout == "taps"):
         tap_bytes = Int64(window.tap_stride) * 2
         rows = Rows(HISTORY, 3, P.rows // UNIT)
-        copy_rows(M.window.iterator, window.page + Int64(at.channel) * 2, tap_bytes, Int64(at.D) * 2, rows, at, P)
+        copy_rows_anew(M.window.iterator, window.page + Int64(at.channel) * 2, tap_bytes, Int64(at.D) * 2, rows, at, P)
     else:
         conv_window.load_elements(M, window, at, P)
 
@@ -658,6 +625,15 @@ def send_square(M: Smem, square: Float32, task: Task, t: Int32, at: Place, P: cu
 
 
 @cute.jit
+def keep_window(M: Smem, window: Window, at: Place, P: cutlass.Constexpr) -> None:
+    """This step's inputs enter the window: at once, or where it is copied whole in shared memory, stored later."""
+    if const_expr(P.layout == "rows"):
+        roll_window(M, window, at, P)
+    else:
+        store_window(M, window, at, P)
+
+
+@cute.jit
 def roll_window(M: Smem, window: Window, at: Place, P: cutlass.Constexpr) -> None:
     """The last two entries of the history, then the inputs, as the first entries of a window copied whole."""
     if at.tid < P.conv_tasks:
@@ -750,9 +726,19 @@ def inverse_norm(M: Smem, part: Int32, t: Int32, P: cutlass.Constexpr) -> Float3
 
 @cute.jit
 def reduce_pairs(M: Smem, scale: Float32, at: Place, P: cutlass.Constexpr) -> None:
-    """A and B with their factors, a thread per pair; each token's factors of W and Y from its pair with itself.
+    """A and B with their factors, a thread per pair; each token's factors of W and Y from its pair with itself."""
+    if const_expr(P.pair_count == P.threads):
+        _reduce_pair(M, scale, at, P)
+    else:
+        if at.warp < P.pair_count // 32:
+            _reduce_pair(M, scale, at, P)
 
-    Pairs past the last token get anything; nothing reads them. No branches, so that this mixes with `multiply`.
+
+@cute.jit
+def _reduce_pair(M: Smem, scale: Float32, at: Place, P: cutlass.Constexpr) -> None:
+    """The pair of this thread. No branches, so that this mixes with `multiply`.
+
+    Pairs past the last token get anything; nothing reads them.
     """
     s, column = at.tid % 64 // 8, at.tid % 8
     is_query, t = at.tid // 64, column

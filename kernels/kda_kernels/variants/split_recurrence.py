@@ -30,12 +30,13 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, range_c
 
 from kda_kernels.arguments import Arguments
 from kda_kernels.device import blocks, smem
+from kda_kernels.device.blocks import UNIT
 from kda_kernels.device.gpu import Gpu
 from kda_kernels.device.smem import Area, Barriers, Smem
 from kda_kernels.parts import conv_window, prologue
 from kda_kernels.parts.cluster import ClusterPlan
 from kda_kernels.parts.conv_window import Window
-from kda_kernels.parts.prologue import UNIT, Place, Record, Rows
+from kda_kernels.parts.prologue import Place, Record, Rows
 from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, HISTORY, ceil_div
 
 _DECAYS, _CHANNELS, _SQUARES = range(3)
@@ -215,8 +216,8 @@ def kda_split(A: Arguments, P: cutlass.Constexpr) -> None:
         floats = (P.tokens * HEAD_DIM, P.tokens * (2 * HEAD_DIM + P.rows), P.tokens * P.norm_slots)
         prologue.join_cluster(M.barriers, tuple(4 * n for n in floats), tid)
     at = Place(tid, warp, lane, rank, head, head * HEAD_DIM + rank * P.rows, A.heads * HEAD_DIM)
-    inputs = A.projected + Int64(request * P.tokens) * A.pitch * 2
-    results = A.out + (Int64(request * P.tokens) * at.D + at.channel) * 2
+    inputs = prologue.projected_of(A, request, P)
+    results = prologue.results_of(A, request, at, P)
     load_weights(A, M, at, P)
     if const_expr(P.split > 1):
         arch.cluster_wait()
@@ -291,7 +292,7 @@ def ask_numbers(A: Arguments, request: Int32, lane: Int32, P: cutlass.Constexpr)
 
     One load for all of them, so that none shares a scoreboard with the state, and is waited for with it.
     """
-    table = A.slots + Int64(request) * A.slots_stride * 4
+    table = prologue.slots_of(A, request)
     if const_expr(P.kind != "decode"):
         if lane < P.slot_count:
             table += Int64(lane) * 4
@@ -721,11 +722,8 @@ def step_window(
     recurrence(S, M, slots, pages, page_bytes, own, at, P)
     arch.sync_threads()
     # Asked for anew, so that less is kept in registers during the recurrence.
-    column, request = blocks.special("%ctaid.x"), blocks.special("%ctaid.y")
-    tid = blocks.special("%tid.x")
-    rank, head = column % P.split, column // P.split
-    at = Place(tid, tid // 32, tid % 32, rank, head, head * HEAD_DIM + rank * P.rows, A.heads * HEAD_DIM)
-    results = A.out + (Int64(request * P.tokens) * at.D + at.channel) * 2
+    at, request = prologue.place_anew(A, P)
+    results = prologue.results_of(A, request, at, P)
     normalize(M, A.eps, results, record, at, P)
 
 
