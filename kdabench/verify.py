@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kda_kernels.cases import Case, verify_cases
 from kdabench import build
-from kdabench.grid import Case, verify_cases
 
 
 @dataclass(frozen=True)

@@ -337,6 +337,7 @@ def compile_kernels(
     import os
     import sys
 
+    from kda_kernels import variants
     from kda_kernels.device.gpu import ARCHS
     from kdabench import build
 
@@ -352,7 +353,7 @@ def compile_kernels(
         if sys.stderr.isatty():
             print(f"\r{done}/{total} kernels", end="\n" if done == total else "", file=sys.stderr, flush=True)
 
-    names = [name for name in _chosen_variants(variant) if name != "stock"]  # Triton compiles when it runs
+    names = [name for name in _chosen_variants(variant) if variants.declared(name).binaries]
     rows = build.compile_grid(names, archs, jobs or os.cpu_count() or 1, tick)
     if as_json:
         console.emit_json([_row_json(row) for row in rows])

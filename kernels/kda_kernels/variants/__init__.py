@@ -1,12 +1,14 @@
 """The kernel variants by name. A variant is one module with the same names in the same order:
 
-Spec                                    frozen dataclass of compile-time choices (and `pdl`, a launch option)
-unsupported(problem, spec, gpu)         why this pair can't run, or None; pure, no CUDA
-compile(problem, spec, gpu)             from shapes alone, works with no GPU
-launch(compiled, operands, stream)      enqueues once; allocates nothing, never synchronizes
+KERNELS, KINDS, ...                 what it says about itself, in literals: `variants.contract`
+forms(kind, state_dtype)            options of each form of it that is another kernel, for `cases`
+Spec                                frozen dataclass of compile-time choices (and `pdl`, of a launch)
+unsupported(problem, spec, gpu)     why this pair can't run, or None; pure, no CUDA
+compile(problem, spec, gpu)         from shapes alone, works with no GPU
+launch(compiled, operands, stream)  enqueues once; allocates nothing, never synchronizes
 
-and KERNELS, the names of the GPU kernels that a launch enqueues (or their beginnings), by which a measurement
-proves what it timed.
+`_MODULES` is the registry: a new variant is its file and a line there, at the end, so that figures
+keep the colours of the others. To import this package loads no variant; docs/writing-a-kernel.md.
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ from typing import Any
 from kda_kernels.device import sources
 from kda_kernels.device.gpu import Gpu
 from kda_kernels.problem import Problem
+from kda_kernels.variants import contract
+from kda_kernels.variants.contract import RULES as RULES
+from kda_kernels.variants.contract import Declaration
 
 _MODULES = {
     "KdaSplit": "kda_kernels.variants.split",
@@ -45,6 +50,33 @@ def _module(name: str) -> str:
     if name not in _MODULES:
         raise KeyError(f"unknown variant {name!r}; known: {', '.join(NAMES)}")
     return _MODULES[name]
+
+
+@cache
+def declared(name: str) -> Declaration:
+    """What a variant says about itself, by its file's text alone.
+
+    Raises KeyError naming the known variants, ValueError for a file that declares what isn't there.
+    """
+    return contract.read(source(name))
+
+
+def of_rule(rule: str) -> str | None:
+    """The variant that a rule of a policy hands steps to: the first in the registry, or None.
+
+    Raises KeyError naming the known rules.
+    """
+    if rule not in RULES:
+        raise KeyError(f"unknown rule {rule!r}; known: {', '.join(RULES)}")
+    return next((name for name in NAMES if declared(name).rule == rule), None)
+
+
+@cache
+def streaming() -> tuple[str, ...]:
+    """The variants that need a streamable step, in the order of their rules in a policy."""
+    found = [name for name in NAMES if declared(name).streams]
+    rules = [*RULES, None]
+    return tuple(sorted(found, key=lambda name: rules.index(declared(name).rule)))
 
 
 def load(name: str) -> ModuleType:
