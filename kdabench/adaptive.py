@@ -27,8 +27,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from kda_kernels import variants
 from kdabench.ladder import PARTS, place_cut
-from kdabench.policy import STREAMING
 from kdabench.records import Candidate, Cell, Record
 from kdabench.regret import TIE, Floats, Ints
 
@@ -49,7 +49,7 @@ def residents_of(candidate: Candidate) -> int:
     the other; 0 if that isn't known.
     """
     spec = candidate.spec
-    return int(spec.get("ctas") or spec.get("ctas_per_sm") or candidate.variant in STREAMING)
+    return int(spec.get("ctas") or spec.get("ctas_per_sm") or candidate.variant in variants.streaming())
 
 
 def rows_of(cells: Sequence[Cell]) -> list[tuple[Cell, ...]]:

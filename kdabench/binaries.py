@@ -15,9 +15,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from kda_kernels.case import Case
+from kda_kernels.cases import compile_cases, verify_cases
 from kda_kernels.problem import Problem
 from kdabench import build
-from kdabench.grid import Case, compile_cases, verify_cases
 from kdabench.records import Record, load, write_atomic
 
 FOLDER = Path("kernels/manifests")
@@ -112,7 +113,7 @@ def named(variant: str, recorded: Iterable[Record] = ()) -> dict[str, Case]:
     """Every binary of a variant, by name: what is compiled, verified or was measured. Empty for Triton's."""
     from kda_kernels import variants
 
-    if variants.is_triton(variant):
+    if not variants.declared(variant).binaries:
         return {}
     cases = [*compile_cases(variant), *verify_cases(variant), *(case_of(r) for r in recorded if _of(r, variant))]
     return {name(case): replace(case, problem=_smallest(case.problem)) for case in cases}
@@ -122,7 +123,7 @@ def to_verify(variant: str, manifest: Manifest) -> set[str]:
     """Digests of the binaries that `kdabench verify` runs; of Triton's, what names its sources."""
     from kda_kernels import identity, variants
 
-    if variants.is_triton(variant):
+    if not variants.declared(variant).binaries:
         return {identity.binary(variant, None)}
     digests = {manifest.digest(variant, name(case)) for case in verify_cases(variant)}
     return {digest for digest in digests if digest is not None}

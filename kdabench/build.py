@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 
-from kdabench.grid import Case, compile_cases
+from kda_kernels.case import Case
+from kda_kernels.cases import compile_cases
 
 SMS = 132
 """Nothing that is compiled depends on the SM count: any will do."""

@@ -10,8 +10,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
+from kda_kernels import variants
 from kdabench import device, records
-from kdabench.policy import RULES, STREAMING, Options, Policy, ScheduleTable
+from kdabench.policy import RULES, Options, Policy, ScheduleTable
 from kdabench.records import SpecValue
 from kdabench.records import write_atomic as write_atomic  # what is emitted is written with it
 
@@ -50,7 +51,16 @@ def emit(policy: Policy, evidence: Evidence | None = None, format: Format = "mod
     template = environment.get_template("policy.py.j2")
     constants = "\n".join(_constants(policy))
     header = list(_header(policy, evidence))
-    return template.render(origin=policy.origin, header=header, constants=constants, streaming=_value(STREAMING))
+    taker = {rule: variants.of_rule(rule) or "" for rule in variants.RULES}
+    streaming = variants.streaming()
+    return template.render(
+        origin=policy.origin,
+        header=header,
+        constants=constants,
+        taker=taker,
+        streaming=streaming,
+        names=_value(streaming),
+    )
 
 
 def load(text: str, name: str = "kdabench_policy") -> ModuleType:

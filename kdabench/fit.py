@@ -3,8 +3,8 @@
 The cost of a way of choosing is the weighted sum over cells of log(time of its choice / time of the best).
 
 A policy comes in two forms. CHOICES decide: rows of candidates per kind, tokens and heads (choices.py). Thresholds
-(ladder.py) and KdaSplit's schedules (schedules.py) say nearly the same in fewer constants, for an engine that has its
-own form of them, and serve where nothing that a row names can run. Replay or flush: replay.py.
+(ladder.py) and one variant's schedules (schedules.py) say nearly the same in fewer constants, for an engine that has
+its own form of them, and serve where nothing that a row names can run. Replay or flush: replay.py.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ from typing import Any
 
 import numpy as np
 
+from kda_kernels import variants
 from kda_kernels.problem import Problem
 from kdabench import certificate, device, emit, ladder, provenance, replay
 from kdabench.choices import Rows, agreement, find_rows
-from kdabench.ladder import LADDER, Solved
+from kdabench.ladder import BESIDE, LADDER, Solved
 from kdabench.policy import (
-    DEFAULT_GATE_MODE,
     FITTED_KINDS,
-    OTHERS_GATE_MODE,
     STEP_KINDS,
-    STREAMING,
     WINDOW_KINDS,
     Options,
     Origin,
@@ -78,7 +76,7 @@ def fit(
 
     envs              environments by digest, as records.load_envs gives them
     weights           request count -> how often it occurs; None weighs all cells alike
-    default_schedule  KdaSplit's default options, to compare with; its spec may have more fields than were swept
+    default_schedule  default options of the variant with schedules, to compare with; they may be more than were swept
     held              variants that were measured but must not be picked, and why
     in_force          the module to replace: its constants stay unless new ones win by more than noise
     held_out          records of cells that take no part in the fit, for the certificate
@@ -219,7 +217,8 @@ def _policy(grid: Grid, parts: _Parts, origin: Origin) -> Policy:
     cuts = {rule: {kind: parts.solved[kind].cuts[rule] for kind in STEP_KINDS} for rule in LADDER}
     record = parts.solved["record"].cuts
     steps = sorted({(kind, tokens) for kind, tokens, _, _ in parts.own if kind in WINDOW_KINDS})
-    stock = parts.singles.get("stock")
+    fallback = variants.of_rule("stock_items")
+    last = None if fallback is None else parts.singles.get(fallback)
     return Policy(
         origin=origin,
         choices={
@@ -240,7 +239,7 @@ def _policy(grid: Grid, parts: _Parts, origin: Origin) -> Policy:
         stream_heads=record.get("stream_heads"),
         wide_items=cuts["wide_items"],
         stock_items=cuts["stock_items"],
-        options={"stock": with_pdl({} if stock is None else grid.candidates[stock[0]].spec)},
+        options={fallback or "": with_pdl({} if last is None else grid.candidates[last[0]].spec)},
         step_options=_step_options(grid, parts),
         policies={},
     )
@@ -252,13 +251,13 @@ def _taker(grid: Grid, index: int) -> tuple[str, Options]:
 
 
 def _step_options(grid: Grid, parts: _Parts) -> dict[str, dict[tuple[str, int], Options]]:
-    """Options of the variants that some threshold hands a step to, but stock."""
-    rules: dict[str, tuple[str, ...]] = {
-        "KdaWS": ("ws_items", "ws_small"),
-        "KdaStream": ("stream_items", "stream_heads"),
-        "KdaWide": ("wide_items",),
+    """Options of the variants that some threshold hands a step to, but the last resort."""
+    rules = {variants.of_rule(rule): (rule, *BESIDE.get(rule, ())) for rule in LADDER if rule != "stock_items"}
+    fused = variants.of_rule("fused_items")
+    replayed = {
+        fused: any(parts.fused.items.values()),
+        variants.of_rule("fused_ws_items"): parts.fused.ws_items is not None,
     }
-    replayed = {"KdaFused": any(parts.fused.items.values()), "KdaFusedWS": parts.fused.ws_items is not None}
     found: dict[str, dict[tuple[str, int], Options]] = {}
     for variant, single in parts.singles.items():
         for cell, index in zip(grid.cells, single, strict=True):
@@ -267,7 +266,7 @@ def _step_options(grid: Grid, parts: _Parts) -> dict[str, dict[tuple[str, int], 
             else:
                 taken = any(parts.solved[cell.kind].cuts[rule] is not None for rule in rules.get(variant, ()))
             if taken:
-                spec = parts.fused.options if variant == "KdaFused" else grid.candidates[index].spec
+                spec = parts.fused.options if variant == fused else grid.candidates[index].spec
                 found.setdefault(variant, {})[cell.kind, cell.tokens] = with_pdl(spec)
     return found
 
@@ -282,16 +281,22 @@ def _keys(grid: Grid, module: ModuleType) -> dict[int, dict[tuple[int, int], tup
     steps = {(c.heads, c.tokens, c.kind) for c in grid.cells}
     every = {c.requests for c in grid.cells}
     keys = sorted((heads, requests, tokens, kind) for heads, tokens, kind in steps for requests in every)
+    scheduled, fallback = variants.of_rule("schedule"), variants.of_rule("stock_items")
     for heads, requests, tokens, kind in keys:
         if kind == "replay" or (requests, tokens) in found.get(heads, {}):
             continue  # record sorts before spec
-        own = (c for c in module.ranked(heads, requests, tokens, kind) if c.variant != "stock")
+        own = (c for c in module.ranked(heads, requests, tokens, kind) if c.variant != fallback)
         choice = next(own, None)
-        mode = DEFAULT_GATE_MODE if choice is None or choice.variant == "KdaSplit" else OTHERS_GATE_MODE
-        if choice is not None:
-            mode = int(choice.options.get("gate_mode", mode))
-        found.setdefault(heads, {})[requests, tokens] = Problem("decode", 1, heads).pitch, mode
+        name, options = (scheduled, {}) if choice is None else (choice.variant, choice.options)
+        mode = options.get("gate_mode", _default_gate_mode(name))
+        found.setdefault(heads, {})[requests, tokens] = Problem("decode", 1, heads).pitch, int(mode)
     return found
+
+
+def _default_gate_mode(name: str | None) -> int:
+    """Of a variant's Spec; 0 of one that is no more, or has no such option."""
+    found = variants.declared(name).options.get("gate_mode") if name in variants.NAMES else None
+    return 0 if found is None else int(found.default or 0)
 
 
 def _margins(grid: Grid, picked: Ints) -> dict[str, dict[int, dict[int, dict[int, float | None]]]]:
@@ -310,7 +315,9 @@ def _margins(grid: Grid, picked: Ints) -> dict[str, dict[int, dict[int, dict[int
 def _ways(grid: Grid, parts: _Parts, policy: Policy) -> dict[str, Ints]:
     """Picks of other ways of choosing, by name."""
     own = parts.own
-    ways = {"only KdaSplit": np.array([own.get((c.kind, c.tokens, c.heads, c.requests), NOWHERE) for c in grid.cells])}
+    ways = {
+        _only_scheduled(): np.array([own.get((c.kind, c.tokens, c.heads, c.requests), NOWHERE) for c in grid.cells])
+    }
     ways |= {f"only {variant}": single for variant, single in parts.singles.items()}
     plain = replace(policy, choices={})
     ways["thresholds and schedules"] = picks(grid, emit.load(emit.emit(plain)).ranked)
@@ -320,15 +327,19 @@ def _ways(grid: Grid, parts: _Parts, policy: Policy) -> dict[str, Ints]:
     return ways
 
 
+def _only_scheduled() -> str:
+    return f"only {variants.of_rule('schedule')}"
+
+
 def _thresholds(grid: Grid, parts: _Parts) -> dict[tuple[str, str], int | None]:
     """(name, kind, or heads of fused_items) -> threshold, of those whose variant was measured and stock's."""
     found: dict[tuple[str, str], int | None] = {}
-    for rule, variant in LADDER.items():
-        if variant in parts.singles or variant == "stock":
+    measured = {rule: variants.of_rule(rule) in parts.singles for rule in LADDER}
+    for rule in LADDER:
+        if measured[rule] or rule == "stock_items":
             found |= {(rule, kind): parts.solved[kind].cuts[rule] for kind in STEP_KINDS}
     record = parts.solved["record"].cuts
-    beside = {"KdaWS": ("ws_small", "ws_small_end"), "KdaStream": ("stream_heads",)}
-    for rule in (rule for variant, rules in beside.items() if variant in parts.singles for rule in rules):
+    for rule in (rule for first, rules in BESIDE.items() if measured[first] for rule in rules):
         found[rule, "record"] = record.get(rule)
     if "replay" in grid.cells.kinds:
         fused = parts.fused
@@ -384,7 +395,7 @@ def _evidence(
     if default is not None:
         ways["default schedule"] = np.full(len(grid.cells), default)
     baselines = {name: found for name, way in ways.items() if (found := summarize(grid, way))}
-    if any(grid.of(variant) for variant in STREAMING):
+    if any(grid.of(variant) for variant in variants.streaming()):
         baselines |= _not_streamable(grid, module)
     singles = [name for name in baselines if name.startswith("only ")]
     regret = summarize(grid, picked)
@@ -412,7 +423,7 @@ def _evidence(
 def _not_streamable(grid: Grid, module: ModuleType) -> dict[str, Any]:
     """The regret where nothing streams, against the fastest that doesn't."""
     process_us = grid.process_us.copy()
-    process_us[:, [i for variant in STREAMING for i in grid.of(variant)]] = np.nan
+    process_us[:, [i for variant in variants.streaming() for i in grid.of(variant)]] = np.nan
     rest = replace(grid, process_us=process_us)
     found = summarize(rest, picks(rest, lambda *key: module.ranked(*key, streamable=False)))
     return {"not streamable": found} if found else {}
@@ -433,10 +444,11 @@ def _certificate(
     if not others.cells:
         return None
     module, plain = (emit.load(emit.emit(p)) for p in (policy, replace(policy, choices={})))
+    scheduled = variants.of_rule("schedule")
     ways = {
         "thresholds and schedules": picks(others, plain.ranked),
         "nearest measured cell's fastest": certificate.nearest_winners(grid, others),
-        "only KdaSplit": picks(others, lambda *key: [c for c in plain.ranked(*key) if c.variant == "KdaSplit"]),
+        _only_scheduled(): picks(others, lambda *key: [c for c in plain.ranked(*key) if c.variant == scheduled]),
     }
     if in_force is not None:
         ways["policy before"] = picks(others, in_force.ranked)
@@ -451,8 +463,8 @@ def _cells(grid: Grid, mask: Mask) -> tuple[Cell, ...]:
 
 
 def _matching(grid: Grid, options: Options) -> int | None:
-    """The KdaSplit candidate whose every field agrees with the options."""
-    for i in grid.of("KdaSplit"):
+    """The candidate that has schedules and whose every field agrees with the options."""
+    for i in grid.of_rule("schedule"):
         if all(options.get(key) == value for key, value in grid.candidates[i].spec.items()):
             return i
     return None

@@ -2,7 +2,7 @@
 
 A kind's thresholds are found by dynamic programming along its item counts. The state says which thresholds are passed,
 and where WS_SMALL's island is: the first variant of the decision list that is passed and has a time takes a cell, else
-KdaSplit with the best schedule there. STREAM_HEADS goes around the search, once for each of its breakpoints.
+the best schedule there. STREAM_HEADS goes around the search, once for each of its breakpoints.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from itertools import pairwise, product
 
 import numpy as np
 
+from kda_kernels import variants
 from kdabench.regret import NOWHERE, Floats, Grid, Ints, Mask, log_regret
 
-LADDER = {"ws_items": "KdaWS", "stream_items": "KdaStream", "wide_items": "KdaWide", "stock_items": "stock"}
-"""Thresholds and the variants that they hand a step to, in the order of the decision list."""
+LADDER = ("ws_items", "stream_items", "wide_items", "stock_items")
+"""Thresholds in the order of the decision list. Which variant each hands a step to the variants say: `RULE`."""
+BESIDE = {"ws_items": ("ws_small", "ws_small_end"), "stream_items": ("stream_heads",)}
+"""Of kind record, what else hands a step to a threshold's variant."""
 
 NO_TIME = 1e4  # cost of a cell that gets no time: coverage comes before speed
 SAME = 1e-8  # costs closer than this differ by rounding only
@@ -60,15 +63,21 @@ def best_of(grid: Grid, candidates: Sequence[int], rows: Mask) -> int:
 
 
 def singles(grid: Grid) -> dict[str, Ints]:
-    """Variant -> [cells] its candidate: one for each kind and token count, of stock one for all."""
+    """Variant -> [cells] its candidate: one for each kind and token count, of the last resort one for all.
+
+    Of all variants but the one that has schedules; in the order of the thresholds, then of the registry.
+    """
     found = {}
+    takers = [variants.of_rule(rule) for rule in (*LADDER, "fused_items", "fused_ws_items")]
+    ranked = [name for name in takers if name is not None]
+    others = [name for name in variants.NAMES if name not in (*ranked, variants.of_rule("schedule"))]
     steps = [(cell.kind, cell.tokens) for cell in grid.cells]
     of_step = {step: np.array([s == step for s in steps]) for step in set(steps)}
-    for variant in (*LADDER.values(), "KdaFused", "KdaFusedWS"):
+    for variant in (*ranked, *others):
         mine = grid.of(variant)
         if not mine:
             continue
-        if variant == "stock":
+        if variant == variants.of_rule("stock_items"):
             best = dict.fromkeys(of_step, best_of(grid, mine, np.ones(len(steps), dtype=bool)))
         else:
             best = {step: best_of(grid, mine, rows) for step, rows in of_step.items()}
@@ -82,7 +91,7 @@ class Solved:
 
     cuts    threshold -> items from which its variant takes the step; None is never. Those of LADDER, ws_small,
             ws_small_end and stream_heads
-    ours    [cells of the grid]  whether KdaSplit serves: false for other kinds
+    ours    [cells of the grid]  whether a schedule serves: false for other kinds
     cost    of the optimum, with the best schedules, in log units
     """
 
@@ -93,7 +102,8 @@ class Solved:
 
 def solve(grids: Sequence[Grid], kind: str, of_variant: Mapping[str, Ints], sms: int) -> list[Solved]:
     """The best thresholds of a kind in each of some grids of the same cells. of_variant: `singles` of one like them."""
-    heads = sorted(set(grids[0].cells.heads.tolist())) if kind == "record" and "KdaStream" in of_variant else []
+    streams = kind == "record" and variants.of_rule("stream_items") in of_variant
+    heads = sorted(set(grids[0].cells.heads.tolist())) if streams else []
     tried = [
         _solve([Search(grid, kind, of_variant, sms, least) for grid in grids]) for least in (None, *reversed(heads))
     ]
@@ -123,9 +133,12 @@ class Search:
         self, grid: Grid, kind: str, of_variant: Mapping[str, Ints], sms: int, stream_heads: int | None = None
     ) -> None:
         of_kind = grid.cells.kinds == kind
-        times = {rule: log_regret(grid, of_variant[v]) for rule, v in LADDER.items() if v in of_variant}
+        takers = {rule: variants.of_rule(rule) for rule in LADDER}
+        times = {
+            rule: log_regret(grid, of_variant[v]) for rule, v in takers.items() if v is not None and v in of_variant
+        }
         self.rules = [rule for rule, us in times.items() if not np.isnan(us[of_kind]).all()]
-        split = np.fmin.reduce(grid.log_us[:, grid.of("KdaSplit")], axis=1, initial=np.nan) - grid.best
+        split = np.fmin.reduce(grid.log_us[:, grid.of_rule("schedule")], axis=1, initial=np.nan) - grid.best
         any_time = ~np.isnan([split, *(times[rule] for rule in self.rules)]).all(axis=0)
         self.mask = of_kind & any_time
         self.sms = sms
@@ -147,7 +160,7 @@ class Search:
         self.cost: Floats = np.stack(rows, axis=1, dtype=np.float64)  # without a level they are integers
 
     def _outcomes(self) -> tuple[Ints, Floats]:
-        """takes [states, cells] index of the threshold that takes it, NOWHERE: KdaSplit; values: the log time."""
+        """takes [states, cells] index of the threshold that takes it, NOWHERE: a schedule; values: the log time."""
         takes = np.full((len(self.states), len(self.split)), NOWHERE)
         values = np.full(takes.shape, np.nan)
         for take, value, state in zip(takes, values, self.states, strict=True):

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from kda_kernels import variants
 from kdabench.curves import (
     Pick,
     Question,
@@ -37,18 +38,24 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe-Ito, its yellow darkened to olive for lines on white. Markers and dashes tell variants apart without colour.
-_LOOKS: dict[str, tuple[str, str, Any]] = {
-    "KdaSplit": ("#0072B2", "o", "-"),
-    "KdaWide": ("#E69F00", "s", (0, (5, 1.5))),
-    "KdaStream": ("#009E73", "^", (0, (3, 1, 1, 1))),
-    "KdaWS": ("#D55E00", "D", (0, (2, 1))),
-    "KdaFused": ("#CC79A7", "v", "-"),
-    "KdaFusedWS": ("#56B4E9", "P", (0, (5, 1.5))),
-    "KdaCommit": ("#8A8500", "o", "-"),
-    "stock": ("#000000", "X", (0, (1, 1.2))),
-}
-_UNKNOWN_LOOK = ("#7F7F7F", "*", (0, (6, 1, 1, 1)))
+_Look = tuple[str, str, Any]
+"""Colour, marker and dashes."""
+# Okabe-Ito, its yellow darkened to olive for lines on white, then of Tol's muted colours. Markers and dashes tell
+# variants apart without colour.
+_LOOKS: tuple[_Look, ...] = (
+    ("#0072B2", "o", "-"),
+    ("#E69F00", "s", (0, (5, 1.5))),
+    ("#009E73", "^", (0, (3, 1, 1, 1))),
+    ("#D55E00", "D", (0, (2, 1))),
+    ("#CC79A7", "v", "-"),
+    ("#56B4E9", "P", (0, (5, 1.5))),
+    ("#8A8500", "o", "-"),
+    ("#882255", "<", (0, (3, 1, 1, 1))),
+    ("#44AA99", ">", (0, (2, 1))),
+    ("#332288", "h", "-"),
+)
+_LAST_RESORT_LOOK: _Look = ("#000000", "X", (0, (1, 1.2)))
+_UNKNOWN_LOOK: _Look = ("#7F7F7F", "*", (0, (6, 1, 1, 1)))
 _POINT: dict[str, Any] = {"markersize": 3.6, "markeredgecolor": "white", "markeredgewidth": 0.4}
 _PICK: dict[str, Any] = {"color": "black", "marker": "o", "markersize": 3.2, "mfc": "white", "linestyle": "none"}
 _CHANGE: dict[str, Any] = {"color": "#404040", "linestyle": (0, (3, 2))}
@@ -191,6 +198,16 @@ def draw(
     return figure
 
 
+def _look(variant: str) -> _Look:
+    """By the place in the registry, the last resort aside; one for all that it lacks or that come late in it."""
+    last = variants.of_rule("stock_items")
+    own = [name for name in variants.NAMES if name != last]
+    if variant == last:
+        return _LAST_RESORT_LOOK
+    place = own.index(variant) if variant in own else len(_LOOKS)
+    return _LOOKS[place] if place < len(_LOOKS) else _UNKNOWN_LOOK
+
+
 def _style() -> Any:
     import matplotlib
 
@@ -237,7 +254,7 @@ class _Column:
             runs = fastest_runs(self.cells)
         self._draw_waves()
         self._draw_floor()
-        self._drawby_split()
+        self._draw_by_split()
         self._draw_failures()
         self._draw_ribbon(runs, points / math.log10(max(items) * 1.3 / (min(items) / 1.3)))
         self._draw_distance()
@@ -264,9 +281,9 @@ class _Column:
         self.latency.plot(items, times, color="#8C8C8C", linewidth=1.4, zorder=1.5)
         self.latency.fill_between(items, times, 1e-3, color="#F2F2F2", linewidth=0, zorder=0.2)
 
-    def _drawby_split(self) -> None:
+    def _draw_by_split(self) -> None:
         for variant, splits in by_split(self.heads, self.cells).items():
-            color, marker, dashes = _LOOKS.get(variant, _UNKNOWN_LOOK)
+            color, marker, dashes = _look(variant)
             best = splits.pop("best")
             for points in splits.values() if len(splits) > 1 else ():
                 items, times = [x for x, _ in points], [t.median for _, t in points]
@@ -286,7 +303,7 @@ class _Column:
         for requests, variant in sorted(missing):
             self.latency.plot(
                 [self.heads * requests], [0.03 + 0.04 * ranks[variant]], marker="x", markersize=4, markeredgewidth=1.2,
-                color=_LOOKS.get(variant, _UNKNOWN_LOOK)[0], transform=self.latency.get_xaxis_transform(), zorder=4,
+                color=_look(variant)[0], transform=self.latency.get_xaxis_transform(), zorder=4,
             )  # fmt: skip
 
     def _draw_changes(self, runs: Sequence[Pick]) -> None:
@@ -305,7 +322,7 @@ class _Column:
         if runs:
             edges = [runs[0].first * self.heads / 1.12, *edges, runs[-1].last * self.heads * 1.12]
         for run, start, end in zip(runs, edges, edges[1:], strict=False):
-            color = _tint(_LOOKS.get(run.variant, _UNKNOWN_LOOK)[0], _SPLIT_STRENGTH.get(run.split or 0, 1.0))
+            color = _tint(_look(run.variant)[0], _SPLIT_STRENGTH.get(run.split or 0, 1.0))
             self.ribbon.axvspan(start, end, color=color, linewidth=0)
             self.ribbon.axvline(end, color="white", linewidth=1.0)
             split = "" if run.split is None else str(run.split)
@@ -322,7 +339,7 @@ class _Column:
         """How much slower than the best each variant, each split and the policy's pick are, in per cent."""
         best = {self.heads * requests: min(t.median for t in cell.values()) for requests, cell in self.cells.items()}
         for variant, splits in by_split(self.heads, self.cells).items():
-            color, _, dashes = _LOOKS.get(variant, _UNKNOWN_LOOK)
+            color, _, dashes = _look(variant)
             for split, points in splits.items():
                 strong = split == "best"
                 if strong or len(splits) > 2:
@@ -415,8 +432,8 @@ def _legend_handles(records: Iterable[Record], sms: int | None, policy: bool) ->
     records = list(records)
     timed = {r.candidate.variant for r in records if r.status == "ok"}
     handles: list[Any] = []
-    for variant in [v for v in _LOOKS if v in timed] + sorted(timed - _LOOKS.keys()):
-        color, marker, dashes = _LOOKS.get(variant, _UNKNOWN_LOOK)
+    for variant in [v for v in variants.NAMES if v in timed] + sorted(timed - set(variants.NAMES)):
+        color, marker, dashes = _look(variant)
         handles.append(Line2D([], [], color=color, marker=marker, ls=dashes, lw=1.3, label=variant, **_POINT))
     if any("split" in r.candidate.spec for r in records):
         handles.append(Line2D([], [], color="#606060", lw=0.7, alpha=0.6, label="one split"))

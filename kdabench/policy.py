@@ -12,7 +12,7 @@ from kdabench.records import SpecValue
 Options = Mapping[str, SpecValue]
 """Compile-time and launch choices of a variant, `pdl` always among them."""
 ScheduleTable = Mapping[int, Mapping[int, Options]]
-"""heads -> requests -> schedule of KdaSplit."""
+"""heads -> requests -> schedule: options of the variant that has such tables."""
 
 ChoiceTable = Mapping[tuple[str, int], Mapping[int, Mapping[int, tuple[str, Options]]]]
 """(kind, tokens) -> heads -> items -> what takes a step from there on: a variant and its options."""
@@ -22,13 +22,6 @@ STEP_KINDS = ("decode", "spec", "record")
 WINDOW_KINDS = ("record", "spec")
 FITTED_KINDS = (*STEP_KINDS, "replay")
 """Kinds that a fit covers. A replay below its threshold is a flush and a record."""
-STREAMING = ("KdaWS", "KdaStream", "KdaFusedWS")
-"""Persistent variants: the items are divided among the SMs, and the next one is copied in while this one is worked on.
-So they need a streamable step."""
-DEFAULT_GATE_MODE = 2
-"""Of KdaSplit's Spec."""
-OTHERS_GATE_MODE = 0
-"""Of the other variants' Specs."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +57,8 @@ class Policy:
     window_schedule  (kind, tokens) -> table, without the entries between two of the same schedule
     options          of the variants that have no schedule table
     step_options     variant -> (kind, tokens) -> options, before `options`
-    fused_split      items -> CTAs per item of KdaFused from there on; empty: a rule of thumb
+    fused_split      items -> CTAs per item of the variant that `fused_items` hands steps to, from there on; empty: a
+                     rule of thumb
     policies         heads -> (requests, tokens) -> (row pitch in elements, gate mode)
     measured         kind -> heads -> tokens -> requests -> time of the best other variant over that of the choice, or
                      None if no other variant has one

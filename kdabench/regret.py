@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kda_kernels import variants
 from kdabench.policy import FITTED_KINDS, with_pdl
 from kdabench.records import Candidate, Cell, Record, canonical, cell_order
 
@@ -89,6 +90,11 @@ class Grid:
     def of(self, variant: str) -> list[int]:
         """Indices of a variant's candidates."""
         return [i for i, candidate in enumerate(self.candidates) if candidate.variant == variant]
+
+    def of_rule(self, rule: str) -> list[int]:
+        """Indices of the candidates of the variant that a rule hands steps to."""
+        variant = variants.of_rule(rule)
+        return [] if variant is None else self.of(variant)
 
     @cached_property
     def by_options(self) -> dict[tuple[str, str], int]:
@@ -261,7 +267,7 @@ class Certificate:
 
     bounds     "geomean", "p99", "max": upper ends of one-sided 95 % intervals, bootstrap over cells and processes
     baselines  of other ways of choosing. "only <variant>": with the options that are best on these very cells, but
-               KdaSplit with the schedules of the policy
+               the one that has schedules with those of the policy
     uncovered  cells where none of the policy's choices has a time, though something has
     """
 

@@ -93,7 +93,7 @@ class _FlushTimes:
 
 @dataclass(frozen=True)
 class Fused:
-    """The thresholds of replays; see policy.Policy. options: those of KdaFused but `split`"""
+    """The thresholds of replays; see policy.Policy. options: of what replays at few items, but `split`"""
 
     items: Mapping[int, int | None]
     default_items: int | None
@@ -158,9 +158,12 @@ class _Forms:
 
 
 def _forms(grid: Grid, of_kind: Mask, sms: int) -> _Forms:
-    """KdaFused's options but split, its split by items, and where KdaFusedWS takes over: searched together."""
+    """Of what `fused_items` hands steps to: options, and split by items. And where `fused_ws_items` takes over.
+
+    Searched together.
+    """
     families: dict[str, list[int]] = {}
-    for i in grid.of("KdaFused"):
+    for i in grid.of_rule("fused_items"):
         families.setdefault(canonical(_but_split(grid, i)), []).append(i)
     found = [_form(grid, family, of_kind, sms) for _, family in sorted(families.items())]
     found = found or [_form(grid, [], of_kind, sms)]
@@ -172,9 +175,9 @@ def _but_split(grid: Grid, index: int) -> dict[str, SpecValue]:
 
 
 def _form(grid: Grid, family: Sequence[int], of_kind: Mask, sms: int) -> _Forms:
-    """The best form with some candidates of KdaFused, which differ in their split alone."""
+    """The best form with some candidates for few items, which differ in their split alone."""
     splits = [int(grid.candidates[i].spec.get("split", 1)) for i in family]
-    streaming = grid.of("KdaFusedWS")
+    streaming = grid.of_rule("fused_ws_items")
     ways = [*family, *([best_of(grid, streaming, of_kind)] if streaming else [])]
     options = _but_split(grid, family[0]) if family else {}
     lost = grid.log_us[:, ways] - grid.best[:, None]

@@ -1,4 +1,7 @@
-"""KdaSplit's schedule tables: an entry for each measured request count, and one table that all windows can share."""
+"""Schedule tables: an entry for each measured request count, and one table that all windows can share.
+
+Of the variant that declares the rule `schedule`.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,7 @@ def own_schedules(grid: Grid) -> dict[Group, int]:
 
 
 def shared_schedules(grid: Grid, solved: Mapping[str, Solved]) -> dict[Group, int]:
-    """The same of the table that all windows could share, over the cells that KdaSplit serves."""
+    """The same of the table that all windows could share, over the cells that schedules serve."""
     rows = np.isin(grid.cells.kinds, WINDOW_KINDS)
     ours = np.logical_or.reduce([solved[kind].ours for kind in WINDOW_KINDS])
     return _schedules(grid, rows, ours, _shared)
@@ -79,7 +82,7 @@ def _schedules(grid: Grid, rows: Mask, served: Mask, group: Callable[[Cell], Gro
 
     A schedule must work wherever any does.
     """
-    candidates = grid.of("KdaSplit")
+    candidates = grid.of_rule("schedule")
     times = grid.log_us[:, candidates] - grid.best[:, None]
     rows = rows & ~np.isnan(times).all(axis=1)
     of_cell = [group(cell) for cell in grid.cells]

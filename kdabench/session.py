@@ -23,10 +23,10 @@ from statistics import median
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
+from kda_kernels.case import Case
 from kdabench import build, worker
 from kdabench import device as devices
 from kdabench.clock import EXHAUSTED, ReplayedClock
-from kdabench.grid import Case
 from kdabench.journal import Journal, JournalError, hold
 from kdabench.measure import Contest, Plan, Round, run_contest, twin_verdict, twins
 from kdabench.process import Worker, WorkerLostError, WorkerMain

@@ -14,8 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kda_kernels.case import Case
+from kda_kernels.cases import unverified_kinds, verify_cases
 from kdabench import build
-from kdabench.grid import Case, verify_cases
 from kdabench.records import write_atomic
 
 if TYPE_CHECKING:
@@ -144,6 +145,14 @@ def _untied(case: Case, make: Callable[[int], Any], first: int) -> Any:
     return make(first)
 
 
+def unverified(rows: Sequence[Row]) -> list[str]:
+    """Of the variants that ran: kinds that one declares, but none of its cases could be of. Such would pass unseen."""
+    ran = [row.case for row in rows if row.code]
+    names = dict.fromkeys(row.case.variant for row in rows)
+    return [f"{name}: kind {kind} is declared, and no case of it is supported"
+            for name in names for kind in unverified_kinds(name, ran)]  # fmt: skip
+
+
 def save(rows: Sequence[Row], path: Path, env: dict[str, Any]) -> None:
     """Write the verdicts by variant; variants that were not run keep their entries. Raises OSError."""
     known = json.loads(path.read_text())["variants"] if path.exists() else {}
@@ -183,7 +192,8 @@ def stale(variant: str, entry: Mapping[str, Any], manifest: Manifest, gpu: Gpu) 
         if module.unsupported(case.problem, spec, gpu) is not None:
             continue
         name = binaries.name(case)
-        digest = identity.binary(variant, None) if variants.is_triton(variant) else manifest.digest(variant, name)
+        ours = variants.declared(variant).binaries
+        digest = manifest.digest(variant, name) if ours else identity.binary(variant, None)
         if digest not in verified:
             gaps.append(f"{variant} {name}")
         named.append((case.problem.kind, identity.launch(variant, case.problem, spec, gpu)))

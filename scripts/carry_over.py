@@ -249,7 +249,7 @@ def carry(folder: Path, old: Path, jobs: int) -> list[str]:
     if others := then.items() ^ today.items():
         return [f"stock: another definition of {name}" for name in sorted({name for name, _ in others})]
 
-    ours = [name for name in variants.NAMES if not variants.is_triton(name)]
+    ours = [name for name in variants.NAMES if variants.declared(name).binaries]
     asked = {asked_of(line) for line in lines if ran(line) and line["variant"] in ours}
     cases = {name: list(verified_cases(name)) for name in ours}
     wanted = sorted(asked.union(*cases.values()))
@@ -310,10 +310,10 @@ def main() -> int:
 if __name__ == "__main__":
     sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
     from kda_kernels import identity, variants
+    from kda_kernels.cases import verify_cases
     from kda_kernels.device import sources
     from kda_kernels.device.gpu import Gpu
     from kda_kernels.problem import Problem
     from kdabench import binaries, records, verify
-    from kdabench.grid import verify_cases
 
     sys.exit(main())

@@ -349,8 +349,8 @@ def test_doctor(kdabench: Any) -> None:
 
 
 def test_compile_reports_rows_and_failures(kdabench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kda_kernels.cases import compile_cases
     from kdabench import build
-    from kdabench.grid import compile_cases
 
     case = next(iter(compile_cases("KdaCommit")))
     whole = build.Row(case, "sm_90a", None, 128, 0, 70_000, 128, 1, 3, 1.5)

@@ -14,7 +14,7 @@ LONGEST = 950
 FLOORS = (
     {"problem"},
     {"device"},
-    {"operands", "tensors", "arguments", "walk"},
+    {"case", "operands", "tensors", "arguments", "walk"},
     {"step"},
     {"parts"},
     {"variants", "stock"},

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from kda_kernels import variants
+from kda_kernels.device import sources
+
 ROOT = Path(__file__).parents[1]
 HEAVY = (
     "torch",
@@ -27,7 +30,13 @@ HEAVY = (
     "optuna",
     "sqlalchemy",
 )
+LIGHT = ("kda_kernels.problem", "kda_kernels.variants", "kda_kernels.cases")
+"""What every module of the suite may see of the kernels: what a step is, what variants say about themselves, and the
+standard cases. To import these and to read any declaration loads nothing heavy."""
 MAY_SEE_KERNELS = ("bench", "build", "doctor", "graphs", "session", "verify", "worker")
+"""These compile, launch or check kernels, and see more. No variant's module is seen but through `variants.load`."""
+NAMES_VARIANTS = ("build", "report")
+"""In which a name of a variant still stands."""
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -76,11 +85,44 @@ def test_kernels_import_nothing_from_the_suite() -> None:
     assert found == set()
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "kdabench").glob("*.py")), ids=lambda path: path.stem)
-def test_only_few_modules_see_more_of_the_kernels_than_the_problem(path: Path) -> None:
-    if path.stem not in MAY_SEE_KERNELS:
-        ours = [name for name in imports(path) if name.startswith("kda_kernels.")]
-        assert [name for name in ours if not name.startswith("kda_kernels.problem.")] == []
+def test_declarations_are_read_without_anything_heavy() -> None:
+    statement = "from kda_kernels import cases, variants; [variants.declared(name) for name in variants.NAMES]"
+    assert loaded(statement) & set(HEAVY) == set()
+
+
+SUITE = sorted((ROOT / "kdabench").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", SUITE, ids=lambda path: str(path.relative_to(ROOT / "kdabench")))
+def test_only_few_modules_see_more_of_the_kernels_than_is_light(path: Path) -> None:
+    ours = [name for name in imports(path) if name.startswith("kda_kernels.")]
+    modules = {variants.source(name) for name in variants.NAMES}
+    of_variants = [name for name in ours if _file(name) in modules or _file(name.rpartition(".")[0]) in modules]
+    assert of_variants == []
+    if path.stem not in MAY_SEE_KERNELS and path.parent.name != "cli":
+        assert [name for name in ours if not name.startswith(LIGHT)] == []
+
+
+def _file(module: str) -> Path | None:
+    try:
+        return sources.path_of(module)
+    except ModuleNotFoundError:
+        return None
+
+
+@pytest.mark.parametrize("path", SUITE, ids=lambda path: str(path.relative_to(ROOT / "kdabench")))
+def test_no_module_of_the_suite_names_a_variant(path: Path) -> None:
+    """What it must know of one the variant declares. Examples in docstrings may name some."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in prose]
+    named = {name for node in texts for name in variants.NAMES if str(node.value) == name}
+    assert named == set() or path.stem in NAMES_VARIANTS
+
+
+def test_the_template_of_policies_names_no_variant() -> None:
+    text = (ROOT / "kdabench" / "templates" / "policy.py.j2").read_text(encoding="utf-8")
+    assert [name for name in variants.NAMES if f'"{name}"' in text or (name != "stock" and name in text)] == []
 
 
 def test_every_package_is_packaged() -> None:

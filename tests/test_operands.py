@@ -149,3 +149,13 @@ def test_kinds_have_their_own_makers() -> None:
         make_step(Problem("flush", 1, 1, 2), seed=0, device="cpu")
     with pytest.raises(ValueError, match="use make_step"):
         make_commit(Problem("decode", 1, 1), seed=0, device="cpu")
+
+
+def test_the_gates_bound_is_the_problems() -> None:
+    for bound in (-5.0, -8.0, None):
+        problem = Problem("record", 2, 1, 2, lower_bound=bound)
+        assert make_step(problem, seed=0, device="cpu").lower_bound == bound
+        assert make_step(problem, seed=0, device="cpu", lower_bound=-3.0).lower_bound == -3.0
+    assert make_commit(Problem("commit", 2, 1, 2, lower_bound=-8.0), seed=0, device="cpu").lower_bound == -8.0
+    with pytest.raises(ValueError, match="lower_bound=None: kind flush needs a bounded gate"):
+        make_commit(Problem("flush", 2, 1, 2, lower_bound=None), seed=0, device="cpu")

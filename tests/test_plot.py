@@ -95,10 +95,24 @@ def test_questions_have_distinct_file_names() -> None:
 
 
 def test_every_variant_has_its_own_look() -> None:
-    assert set(variants.NAMES) <= set(plot._LOOKS)
-    steps = {name: look for name, look in plot._LOOKS.items() if name != "KdaCommit"}
-    assert len({look[0] for look in plot._LOOKS.values()}) == len(plot._LOOKS)
-    assert len({look[1] for look in steps.values()}) == len(steps)
+    looks = {name: plot._look(name) for name in variants.NAMES}
+    assert plot._UNKNOWN_LOOK not in looks.values()
+    assert len({color for color, _, _ in looks.values()}) == len(looks)
+    steps = [name for name in looks if set(variants.declared(name).kinds) - {"flush", "commit"}]
+    assert len({looks[name][1] for name in steps}) == len(steps)
+
+
+def test_looks_stay_when_variants_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {name: plot._look(name) for name in variants.NAMES}
+    added = [f"New{n}" for n in range(9)]
+    last = variants.of_rule("stock_items")
+    monkeypatch.setattr(variants, "of_rule", lambda rule: last)
+    monkeypatch.setattr(variants, "NAMES", (*variants.NAMES, *added))
+    assert {name: plot._look(name) for name in before} == before
+    looks = [plot._look(name) for name in added]
+    distinct = [look for look in looks if look != plot._UNKNOWN_LOOK]
+    assert 0 < len(distinct) == len({color for color, _, _ in distinct})
+    assert looks[-1] == plot._look("of an older version") == plot._UNKNOWN_LOOK
 
 
 def write(folder: Path) -> dict[str, str]:

@@ -198,6 +198,42 @@ def test_a_variant_that_needs_a_streamable_step() -> None:
     assert (row.variant, "KdaWS: the step is not streamable" in row.reason) == ("stock", True)
 
 
+def test_a_gate_that_one_variant_cannot_compute_is_another_ones(recorder: Recorder) -> None:
+    """It was refused by `launch` alone: `prepare` took KdaWide, and each `run` raised."""
+    policy = Only(Choice("KdaWide", {"form": "chunked"}), Choice("KdaSplit", {"split": 2, "threads": 128}))
+    problem = Problem("record", 96, 2, 8, lower_bound=-8.0)
+    o = make_step(problem, seed=1, device="cpu")
+    assert o.lower_bound == -8.0
+    kda = PreparedKda(layer(o), {(96, 8): (problem.pitch, None)})
+    (row,) = kda.prepare(caches(o), H200, policy)
+    assert row.variant == "KdaSplit"
+    assert "KdaWide: lower_bound=-8.0 is too low for 8 tokens" in row.reason
+    kda.run(o.projected, o.out, caches(o), o.slots, tokens=8, stream=7)
+    ((_, operands, _),) = recorder.launches
+    assert operands.lower_bound == -8.0
+    mild = replace(o, lower_bound=-5.0)
+    (row,) = PreparedKda(layer(mild), {(96, 8): (problem.pitch, None)}).prepare(caches(mild), H200, policy)
+    assert row.variant == "KdaWide"
+
+
+def test_every_variant_is_asked_with_the_bound_of_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, asked = variants.load, []
+
+    def stand_in(name: str) -> Any:
+        def unsupported(problem: Problem, spec: Any, gpu: Gpu) -> str | None:
+            asked.append((name, problem.lower_bound))
+            return None if name == "stock" else "not today"
+
+        return SimpleNamespace(Spec=real(name).Spec, unsupported=unsupported, compile=real(name).compile)
+
+    monkeypatch.setattr(variants, "load", stand_in)
+    policy = Only(*(Choice(name, {}) for name in ("KdaWS", "KdaSplit", "stock")))
+    for bound in (-8.0, None):
+        (row,) = make(2, {4: (1168, None)}, lower_bound=bound).prepare(meta(2), H200, policy)
+        assert row.variant == "stock"
+    assert asked == [(name, bound) for bound in (-8.0, None) for name in ("KdaWS", "KdaSplit", "stock")]
+
+
 def test_one_warning_without_a_policy_for_the_device() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

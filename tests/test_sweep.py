@@ -277,6 +277,7 @@ def test_options_are_read_as_python_reads_them(name: str) -> None:
     hints = get_type_hints(spec)
     first = {field.name: next(iter(get_args(hints[field.name])), hints[field.name]) for field in fields(spec)}
     assert known_specs()[name] == {key: one if isinstance(one, type) else type(one) for key, one in first.items()}
+    assert variants.declared(name).defaults == variants.spec_dict(variants.make_spec(name, {}))
 
 
 def test_the_data_modules_import_nothing_heavy() -> None:

@@ -18,6 +18,7 @@ import optuna
 import pytest
 import synthetic
 import tune_killed
+import typer
 import workers
 from optuna.storages import InMemoryStorage
 from optuna.trial import TrialState
@@ -407,18 +408,33 @@ def test_mistakes(kdabench: Any, arguments: tuple[str, ...], message: str) -> No
     assert len(err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("name", [name for name in variants.NAMES if name != "stock"])
+@pytest.mark.parametrize("name", variants.NAMES)
 def test_full_space_holds_what_is_for_a_tuner_to_choose(name: str) -> None:
     from kda_kernels.device.gpu import Gpu
     from kdabench.cli import tuning
 
-    kind = {"KdaFused": "replay", "KdaFusedWS": "replay", "KdaCommit": "flush"}.get(name, "record")
+    kinds = variants.declared(name).kinds
+    kind = "record" if "record" in kinds else kinds[0]
     cell = replace(CELL, kind=kind, tokens=4, pending=None if kind == "record" else "mix")
     plan = sweep.Sweep(Path("x.toml"), "?", (name,), 1, (cell,), ())
     points, _ = tuning._supported_points(plan, cell, name, True, Gpu("sm_90a", 132))
     assert len({p.candidate for p in points}) == len(points) > 2
-    given = tuning._default(name).options
-    assert all(p.options[option] == given[option] for p in points for option in tuning._GIVEN if option in given)
+    default = tuning._default(name).options
+    given = variants.declared(name).given
+    assert all(p.options[option] == default[option] for p in points for option in given)
+
+
+def test_an_option_without_values_to_try_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once the product over its values was empty, and the variant left out in silence."""
+    from kdabench.cli import tuning
+
+    declared = replace(variants.declared("stock"), tried={"num_warps": (1, 2)})
+    monkeypatch.setattr(variants, "declared", lambda name: declared)
+    with pytest.raises(typer.Exit):
+        list(tuning._every("stock", CELL))
+    assert "stock: option value_tile counts something: TRIED must list values" in capsys.readouterr().err
 
 
 def test_importance_names_the_option_that_matters() -> None:

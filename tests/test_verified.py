@@ -55,7 +55,7 @@ def test_every_measurement_is_of_a_binary_and_a_launch_of_today(path: Path) -> N
             continue
         checked.add(what)
         spec = variants.make_spec(variant, dict(record.candidate.spec))
-        if variants.is_triton(variant):
+        if not variants.declared(variant).binaries:
             binary: str | None = identity.binary(variant, None)
         else:
             binary = manifest.digest(variant, binaries.name(binaries.case_of(record)))

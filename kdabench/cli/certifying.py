@@ -63,7 +63,7 @@ def binaries(
         console.fail(f"{path}: made by compiler {known.compiler}, this is {cubin.toolchain()}: not comparable")
     with console.user_input():
         recorded = code.recorded(results, arch)
-    names = [name for name in chosen_variants(variant) if not variants.is_triton(name)]
+    names = [name for name in chosen_variants(variant) if variants.declared(name).binaries]
     wanted = {name: code.named(name, recorded) for name in names}
     if some is not None:
         wanted = code.sample(wanted, some)

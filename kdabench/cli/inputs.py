@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -104,30 +103,13 @@ def headline(device: Device, asked: str, results: Path) -> str:
 
 
 def known_specs() -> dict[str, dict[str, type]]:
-    """Options of every variant by name, and their types. Read from the sources: to import them takes seconds."""
+    """Options of every variant by name, and their types."""
     from kda_kernels import variants
 
-    return {name: option_types(variants.source(name)) for name in variants.NAMES}
-
-
-def option_types(source: Path) -> dict[str, type]:
-    """int, str or bool for each field of a variant's Spec; of `int | None` and of literals the type of the first."""
-    tree = ast.parse(source.read_text(encoding="utf-8"))
-    spec = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Spec")
     return {
-        ast.unparse(field.target): _type(field.annotation) for field in spec.body if isinstance(field, ast.AnnAssign)
+        name: {option: found.type for option, found in variants.declared(name).options.items()}
+        for name in variants.NAMES
     }
-
-
-def _type(annotation: ast.expr) -> type:
-    match annotation:
-        case ast.Name(id):
-            return {"int": int, "str": str, "bool": bool}[id]
-        case ast.BinOp(left=first):
-            return _type(first)
-        case ast.Subscript(slice=ast.Tuple(elts=[ast.Constant(value), *_])):
-            return type(value)
-    raise TypeError(f"{ast.unparse(annotation)}: not the type of an option")
 
 
 def require_sweep_file(path: Path) -> None:
@@ -188,7 +170,8 @@ def require_writable(folder: Path) -> None:
 
 
 def default_schedule() -> dict[str, Any]:
-    """KdaSplit's own, in full."""
+    """Of the variant that a policy has schedules of: its own default, in full."""
     from kda_kernels import variants
 
-    return variants.spec_dict(variants.make_spec("KdaSplit", {}))
+    name = variants.of_rule("schedule")
+    return {} if name is None else dict(variants.declared(name).defaults)

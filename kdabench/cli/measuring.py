@@ -261,7 +261,8 @@ def chosen_variants(names: list[str] | None) -> list[str]:
 def verify(variant: Variants = None, results: Results = RESULTS, as_json: Json = False) -> None:
     """Check every variant against the reference, on the GPU.
 
-    Writes RESULTS/<device>/verified.json with the digest of the kernels' sources. Exit status 1 if a case fails.
+    Writes RESULTS/<device>/verified.json with the digests of the binaries that were right. Exit status 1 if a case
+    fails, or if a variant declares a kind that no case of it is of.
 
     \b
     Examples:
@@ -291,7 +292,10 @@ def verify(variant: Variants = None, results: Results = RESULTS, as_json: Json =
     else:
         console.show_table(tuple(counts[0]), [tuple(row.values()) for row in counts], right=(1, 2, 3))
         console.line(f"written: {console.relative(path)}")
-    if any(row.failed for row in rows):
+    unseen = checks.unverified(rows)
+    for text in unseen:
+        console.error_line(text)
+    if unseen or any(row.failed for row in rows):
         raise typer.Exit(console.FINDING)
 
 
@@ -337,6 +341,7 @@ def compile_kernels(
     """
     import os
 
+    from kda_kernels import variants
     from kda_kernels.device.gpu import ARCHS
     from kdabench import build
 
@@ -344,7 +349,7 @@ def compile_kernels(
     for name in archs:
         if name not in ARCHS:
             console.fail(f"--arch: {name!r}: one of {', '.join(ARCHS)}")
-    names = [name for name in chosen_variants(variant) if name != "stock"]  # Triton compiles when it runs
+    names = [name for name in chosen_variants(variant) if variants.declared(name).binaries]
     rows = build.compile_grid(names, archs, jobs or os.cpu_count() or 1, progress("kernels"))
     if as_json:
         console.emit_json([_row_json(row) for row in rows])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,14 +24,6 @@ if TYPE_CHECKING:
 
 _SAMPLERS = ("transfer", "tpe", "gp", "random", "exhaustive")
 _SPACES = ("sweep", "full")
-_COUNTS: dict[str, tuple[int | None, ...]] = {
-    "split": (1, 2, 4, 8), "threads": (128, 256, 288), "lanes_per_row": (8, 16, 32), "gate_mode": (0, 1, 2),
-    "ctas": (None, 1, 2, 3, 4), "stages": (None, 1, 2), "ctas_per_sm": (0, 1, 2, 3, 4), "heads_per_cta": (1, 2, 4, 8),
-    "rows_per_cta": (32, 64, 128), "columns": (4, 8), "most_items": (None, 2, 4), "staged": (None, 2, 3, 4),
-}  # fmt: skip
-"""What `--space full` tries of options that count; flags and words have all their values."""
-_GIVEN = ("streamable", "conv_weight_dtype", "window", "terms", "align")
-"""Options that the operands or the wanted precision decide, not speed."""
 _LINE_S = 5.0
 
 
@@ -192,23 +184,25 @@ def _supported_points(plan: Sweep, cell: Cell, name: str, full: bool, gpu: Any) 
 
 
 def _every(name: str, cell: Cell) -> Iterator[Candidate]:
-    """All that the options can say but what is not for a tuner to choose, as what differs from the default."""
+    """All that the options can say but what is not for a tuner to choose, as what differs from the default.
+
+    Ends the command if a variant lists no values of an option that counts something.
+    """
     from kda_kernels import variants
     from kdabench.records import Candidate
 
-    spec_type = variants.load(name).Spec
-    hints, plain = get_type_hints(spec_type), variants.spec_dict(variants.make_spec(name, {}))
+    declared = variants.declared(name)
     axes: dict[str, Sequence[Any]] = {}
-    for option in plain:
-        if option in _GIVEN or (option == "pdl" and cell.context == "isolated"):
+    for option in declared.options:
+        if option in declared.given or (option == "pdl" and cell.context == "isolated"):
             continue
-        if option in _COUNTS:
-            axes[option] = _COUNTS[option]
-        else:
-            axes[option] = (False, True) if hints[option] is bool else get_args(hints[option])
+        try:
+            axes[option] = declared.values_to_try(option)
+        except ValueError as error:
+            console.fail(f"--space full: {name}: {error}")
     for values in product(*axes.values()):
         chosen = dict(zip(axes, values, strict=True))
-        yield Candidate.of(name, {option: value for option, value in chosen.items() if value != plain[option]})
+        yield Candidate.of(name, {o: value for o, value in chosen.items() if value != declared.defaults[o]})
 
 
 def _recorded_points(

@@ -52,7 +52,7 @@ def launch(variant: str, problem: Problem, spec: Any, gpu: Gpu) -> str:
     Raises ValueError if the variant can't take the problem.
     """
     module = variants.load(variant)
-    if variants.is_triton(variant):
+    if not variants.declared(variant).binaries:
         return _sources(variant)
     operands = standard(problem, align=getattr(spec, "align", False))
     with cubin.recorded() as launches:

@@ -141,13 +141,14 @@ def make_step(
     pad: int = 0,
     null_requests: tuple[int, ...] = (),
     conv_bias: bool = True,
-    lower_bound: float | None = -5.0,
+    lower_bound: float | Literal["problem"] | None = "problem",
 ) -> StepOperands:
     """Fresh random operands of `problem`, slots and record rows in random order, slot 0 never used.
 
     weights        take the layer's weights from these operands instead of drawing new ones
     pad            elements added to the slot stride of the state and of the records' rows (a multiple of 16)
     null_requests  these get slot 0 (the last one -1), and record row -1
+    lower_bound    of the log-decays; problem: the problem's
     Raises ValueError for kinds commit and flush: see `make_commit`.
     """
     if problem.folds_only:
@@ -194,7 +195,7 @@ def make_step(
         state=state,
         slots=slots,
         out=torch.empty(problem.rows, D, dtype=torch.bfloat16, device=device),
-        lower_bound=lower_bound,
+        lower_bound=problem.lower_bound if lower_bound == "problem" else lower_bound,
     )
     if problem.kind == "spec":
         accepted = torch.randint(1, q + 1, (R,), generator=g, device=device, dtype=torch.int32)
@@ -236,10 +237,12 @@ def make_commit(
 
     align     every third request also stores the state of a block boundary inside its window
     in_place  destination = source (a flush is always so)
-    Raises ValueError for the other kinds: see `make_step`.
+    Raises ValueError for the other kinds, for which see `make_step`, and for an unbounded gate.
     """
     if not problem.folds_only:
         raise ValueError(f"kind {problem.kind} is a step: use make_step")
+    if problem.lower_bound is None:
+        raise ValueError(f"lower_bound=None: kind {problem.kind} needs a bounded gate")
     g = _generator(device, seed)
     R, H, L = problem.requests, problem.heads, problem.layers
     in_place = in_place or problem.kind == "flush"
@@ -281,4 +284,5 @@ def make_commit(
         state_table=address_table(states_),
         corrections_table=address_table(corrections_),
         key_gates_table=address_table(key_gates_),
+        lower_bound=problem.lower_bound,
     )

@@ -129,7 +129,7 @@ def allocate_as_they_are(areas: Areas) -> Any:
         else:
             tensor = allocator.allocate_tensor(area.dtype, layout, byte_alignment=area.align)
             views[name] = tensor.iterator if isinstance(area, Barriers) else tensor
-    return _bundle(views)
+    return bundle(views)
 
 
 def allocate_together(areas: Areas, align: int = 16, last: Collection[str] = ()) -> Any:
@@ -165,9 +165,9 @@ def _views(areas: Areas, starts: Mapping[str, tuple[Int32, int]], align: int) ->
         )
         barriers = isinstance(area, Barriers)
         views[name] = pointer if barriers else cute.make_tensor(pointer, cute.make_layout(area.shape))
-    return _bundle(views)
+    return bundle(views)
 
 
-def _bundle(views: dict[str, Any]) -> Any:
+def bundle(views: dict[str, Any]) -> Any:
     # Frozen: the tracer takes any other object apart, and then a tensor made outside a loop isn't seen in it.
     return make_dataclass("Smem", views, frozen=True)(**views)

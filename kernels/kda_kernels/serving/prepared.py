@@ -12,7 +12,7 @@ from __future__ import annotations
 import pkgutil
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -46,13 +46,13 @@ class Choice(NamedTuple):
 
 
 class DefaultPolicy:
-    """For devices without a policy: KdaSplit with its default schedule, stock where that is unsupported."""
+    """For devices without a policy: what has schedules, with its default one, and else the last resort."""
 
     rule, note = "default", "no policy was measured on this device"
 
     def ranked(self, *step: object, streamable: bool = True) -> Sequence[Choice]:
-        flush = "replay" in step
-        return Choice("KdaSplit", {}, flush), Choice("stock", {}, flush)
+        taken = (variants.of_rule(rule) for rule in ("schedule", "stock_items"))
+        return [Choice(name, {}, "replay" in step) for name in taken if name is not None]
 
     def explain(self, *step: object, streamable: bool = True) -> DefaultPolicy:
         return self
@@ -99,7 +99,8 @@ def find_policy(gpu: Gpu, device_name: str) -> Policy:
     if (device_name, gpu) not in _warned:
         _warned.add((device_name, gpu))
         where = f"{device_name or 'an unnamed device'} ({gpu.arch}, {gpu.sms} SMs)"
-        warnings.warn(f"no policy for {where}: KdaSplit's default schedule serves all steps", stacklevel=3)
+        scheduled = variants.of_rule("schedule")
+        warnings.warn(f"no policy for {where}: {scheduled}'s default schedule serves all steps", stacklevel=3)
     return DefaultPolicy()
 
 
@@ -127,7 +128,7 @@ class PreparedKda:
         self.table: dict[Key, tuple[int, int | None]] = {}
         for given, (pitch, gate_mode) in table.items():
             key = given[0] if isinstance(given, tuple) and given[1] == 1 else given
-            problem = _problem(key, "spec", heads, "fp32", conv_layout)
+            problem = _problem(key, "spec", heads, "fp32", conv_layout, weights.lower_bound)
             if pitch < problem.used_columns:
                 raise ValueError(f"key {given}: row pitch {pitch} is below the {problem.used_columns} columns used")
             if self.table.setdefault(key, (pitch, gate_mode)) != (pitch, gate_mode):
@@ -270,7 +271,8 @@ class PreparedKda:
     def _choose(self, key: Key, caches: Caches, gpu: Gpu, policy: Policy) -> _Step:
         """The first of the policy's choices that runs here, compiled."""
         kind: Kind = "spec" if caches.corrections is None else "record" if caches.pending is None else "replay"
-        problem = _problem(key, kind, self.heads, STATE_DTYPE[caches.state.dtype], self.conv_layout)
+        state_dtype, bound = STATE_DTYPE[caches.state.dtype], self.weights.lower_bound
+        problem = _problem(key, kind, self.heads, state_dtype, self.conv_layout, bound)
         pitch = self.table[key][0]
         known = self._known(key, caches)
         streamable = known["streamable"]
@@ -321,18 +323,15 @@ class PreparedKda:
         self, choice: Choice, problem: Problem, known: Mapping[str, Any], caches: Caches, gpu: Gpu
     ) -> tuple[Any, str | None]:
         """A choice's Spec here, and why it can't be taken, if so."""
-        if choice.variant != "stock":
-            if self.weights.lower_bound is None:
-                return None, "the gate is unbounded"
-            if caches.conv_state.dtype != torch.bfloat16:
-                return None, f"the convolution window is {caches.conv_state.dtype}"
         if choice.variant not in variants.NAMES:
             return None, "not in this version"
+        declared = variants.declared(choice.variant)
+        if STATE_DTYPE[caches.conv_state.dtype] not in declared.window_dtypes:
+            return None, f"the convolution window is {caches.conv_state.dtype}"
         spec = _spec(choice.variant, choice.options, known)
-        why = variants.load(choice.variant).unsupported(problem, spec, gpu)
-        if not known["streamable"] and choice.variant != "stock" and not hasattr(spec, "streamable"):
-            why = "the step is not streamable"
-        return spec, why
+        if declared.streams and not known["streamable"]:
+            return spec, "the step is not streamable"
+        return spec, variants.load(choice.variant).unsupported(problem, spec, gpu)
 
     def _load(self, step: _Step, caches: Caches) -> None:
         """Run the step with null requests alone: loads its binary, or has Triton compile, and changes no cache."""
@@ -350,15 +349,30 @@ class PreparedKda:
         step.module.launch(step.unchained, operands, stream)
 
 
-def _problem(key: Key, window_kind: Kind, heads: int, state_dtype: StateDtype, conv_layout: ConvLayout) -> Problem:
-    if isinstance(key, tuple):
-        pending: Any = "mix" if window_kind == "replay" else None
-        return Problem(window_kind, key[0], heads, key[1], 1, state_dtype, pending, conv_layout)
-    return Problem("decode", key, heads, state_dtype=state_dtype, conv_layout=conv_layout)
+def _problem(
+    key: Key,
+    window_kind: Kind,
+    heads: int,
+    state_dtype: StateDtype,
+    conv_layout: ConvLayout,
+    lower_bound: float | None,
+) -> Problem:
+    requests, tokens = key if isinstance(key, tuple) else (key, 1)
+    kind: Kind = window_kind if isinstance(key, tuple) else "decode"
+    return Problem(
+        kind,
+        requests,
+        heads,
+        tokens,
+        state_dtype=state_dtype,
+        pending="mix" if kind == "replay" else None,
+        conv_layout=conv_layout,
+        lower_bound=lower_bound,
+    )
 
 
 def _spec(variant: str, options: Mapping[str, Any], known: Mapping[str, Any]) -> Any:
     """The policy's options, with what the weights and caches say wherever the variant has such a choice."""
-    names = {f.name for f in fields(variants.load(variant).Spec)}
+    names = variants.declared(variant).options
     given = {name: value for name, value in options.items() if not (name == "pdl" and not value)}
     return variants.make_spec(variant, given | {name: value for name, value in known.items() if name in names})

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import torch
@@ -21,16 +22,40 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kda_kernels.case import HEADS, Case, case, steps_of
 from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import CommitOperands, Operands, StepOperands
-from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, MAX_TOKENS, Problem
+from kda_kernels.problem import CONV_LAYOUTS, CONV_WIDTH, HEAD_DIM, MAX_TOKENS, STATE_DTYPES, Problem
 from kda_kernels.stock import kernels
 from kda_kernels.tensors import check_tensor, on_stream
 
 KERNELS = ("stock_convolution", "stock_verify", "stock_norm", "stock_fold")
 """What `launch` enqueues, besides the gate's GEMM, whose name the GEMM library chooses."""
+KINDS = ("decode", "spec", "record", "flush", "commit")
+RULE = "stock_items"
+BINARIES = False
 WRITTEN_IN = ("kda_kernels.stock", "kda_kernels.stock.kernels")
 """Modules that decide what its launches do: Triton compiles where they run."""
+WINDOW_DTYPES = ("bf16", "fp32")
+TRIED = {"value_tile": (8, 16, 32, 64, 128), "num_warps": (1, 2, 4, 8)}
+
+
+def forms(kind: str, state_dtype: str) -> list[dict[str, object]]:
+    """Commits are verified as those of other variants, steps by `more_cases`."""
+    return [{}] if kind in ("flush", "commit") else []
+
+
+def more_cases(name: str, purpose: str) -> list[Case]:
+    """Steps, with all layouts and state types in some windows."""
+    if purpose == "compile":
+        return []
+    found = []
+    for (kind, q), layout, dtype in product(steps_of(KINDS), CONV_LAYOUTS, STATE_DTYPES):
+        if q in (1, 2, 4, 8) or (layout, dtype) == ("dim-first", "fp32"):
+            problem = Problem(kind, 5, 6, q, state_dtype=dtype, conv_layout=layout)
+            found.append(case(name, {}, problem, pad=64, null_requests=(1, 3)))
+    return found + [case(name, {}, Problem("record", 7, heads, 4)) for heads in HEADS]
+
 
 _FLOATS = (torch.float32, torch.bfloat16)
 _TILES = (8, 16, 32, 64, 128)

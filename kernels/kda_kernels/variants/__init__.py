@@ -1,12 +1,14 @@
 """The kernel variants by name. A variant is one module with the same names in the same order:
 
-Spec                                    frozen dataclass of compile-time choices (and `pdl`, a launch option)
-unsupported(problem, spec, gpu)         why this pair can't run, or None; pure, no CUDA
-compile(problem, spec, gpu)             from shapes alone, works with no GPU
-launch(compiled, operands, stream)      enqueues once; allocates nothing, never synchronizes
+KERNELS, KINDS, ...                 what it says about itself, in literals: `variants.contract`
+forms(kind, state_dtype)            options of each form of it that is another kernel, for `cases`
+Spec                                frozen dataclass of compile-time choices (and `pdl`, of a launch)
+unsupported(problem, spec, gpu)     why this pair can't run, or None; pure, no CUDA
+compile(problem, spec, gpu)         from shapes alone, works with no GPU
+launch(compiled, operands, stream)  enqueues once; allocates nothing, never synchronizes
 
-and KERNELS, the names of the GPU kernels that a launch enqueues (or their beginnings), by which a measurement
-proves what it timed.
+`_MODULES` is the registry: a new variant is its file and a line there, at the end, so that figures
+keep the colours of the others. To import this package loads no variant; docs/writing-a-kernel.md.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ from typing import Any
 from kda_kernels.device import sources
 from kda_kernels.device.gpu import Gpu
 from kda_kernels.problem import Problem
+from kda_kernels.variants import contract
+from kda_kernels.variants.contract import RULES as RULES
+from kda_kernels.variants.contract import Declaration
 
 _MODULES = {
     "KdaSplit": "kda_kernels.variants.split",
@@ -47,6 +52,33 @@ def _module(name: str) -> str:
     if name not in _MODULES:
         raise KeyError(f"unknown variant {name!r}; known: {', '.join(NAMES)}")
     return _MODULES[name]
+
+
+@cache
+def declared(name: str) -> Declaration:
+    """What a variant says about itself, by its file's text alone.
+
+    Raises KeyError naming the known variants, ValueError for a file that declares what isn't there.
+    """
+    return contract.read(source(name))
+
+
+def of_rule(rule: str) -> str | None:
+    """The variant that a rule of a policy hands steps to: the first in the registry, or None.
+
+    Raises KeyError naming the known rules.
+    """
+    if rule not in RULES:
+        raise KeyError(f"unknown rule {rule!r}; known: {', '.join(RULES)}")
+    return next((name for name in NAMES if declared(name).rule == rule), None)
+
+
+@cache
+def streaming() -> tuple[str, ...]:
+    """The variants that need a streamable step, in the order of their rules in a policy."""
+    found = [name for name in NAMES if declared(name).streams]
+    rules = [*RULES, None]
+    return tuple(sorted(found, key=lambda name: rules.index(declared(name).rule)))
 
 
 def load(name: str) -> ModuleType:
@@ -82,11 +114,6 @@ def spec_dict(spec: Any) -> dict[str, Any]:
     return asdict(spec)
 
 
-def is_triton(name: str) -> bool:
-    """Whether a variant has no binaries of ours: Triton compiles it where it runs."""
-    return hasattr(load(name), "WRITTEN_IN")
-
-
 def digest(name: str) -> str:
     """sha256 over what the sources say that decide what a variant computes and how fast, but for their prose.
 
@@ -94,16 +121,19 @@ def digest(name: str) -> str:
     the variant leaves it as it was.
     """
     module = load(name)
-    if is_triton(name):
+    if not declared(name).binaries:
         said = launched_by([sources.path_of(m) for m in module.WRITTEN_IN]) | spec_dict(module.Spec())
         return "sha256:" + hashlib.sha256(repr(sorted(said.items())).encode()).hexdigest()
     return sources.digest(sources.behind(module.__name__))
 
 
+_DESCRIBING = {"Spec", "forms", "more_cases", "unsupported"}
+
+
 def launched_by(paths: Sequence[Path]) -> dict[str, str]:
     """Digests of the definitions in a Triton variant's files, its own first, without what describes the variant."""
     own = sources.definitions(paths[0])
-    described = {name for name in own if name.isupper() and not name.startswith("_")} | {"Spec", "unsupported"}
+    described = {name for name in own if name.isupper() and not name.startswith("_")} | _DESCRIBING
     found = {name: digest for name, digest in own.items() if name not in described}
     for path in paths[1:]:
         found |= sources.definitions(path)

@@ -49,6 +49,31 @@ from kda_kernels.operands import CommitOperands
 from kda_kernels.problem import HEAD_DIM, MAX_TOKENS, Problem, StateDtype
 
 KERNELS = ("kda_commit",)
+KINDS = ("flush", "commit")
+TRIED = {
+    "heads_per_cta": (1, 2, 4, 8),
+    "rows_per_cta": (32, 64, 128),
+    "columns": (4, 8),
+    "ctas_per_sm": (0, 1, 2, 3, 4),
+}
+GIVEN = ("align",)
+
+
+def forms(kind: str, state_dtype: str) -> list[dict[str, object]]:
+    """Every form that is another kernel, and one with other runs of heads."""
+    pages: list[dict[str, object]] = [
+        {"source": source, "heads_per_cta": 1, "rows_per_cta": rows, "columns": columns}
+        for source in ("bulk", "registers")
+        for rows in (32, 64, 128)
+        for columns in (4, 8)
+    ]
+    return [
+        {"store": "direct", "heads_per_cta": 1},
+        {"store": "direct", "heads_per_cta": 4},
+        {"store": "bulk", "heads_per_cta": 4},
+        *pages,
+    ]
+
 
 THREADS = 128  # thread = key channel in `vectors`: must equal HEAD_DIM
 STAGES = 2  # `_stage` and `_phase` rely on it

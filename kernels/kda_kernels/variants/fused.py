@@ -54,6 +54,32 @@ from kda_kernels.step import Compiled
 from kda_kernels.variants import fused_cluster, fused_lines
 
 KERNELS = ("kda_fused",)
+KINDS = ("replay",)
+RULE = "fused_items"
+TRIED = {
+    "split": (1, 2, 4, 8),
+    "threads": (128, 256, 288),
+    "gate_mode": (0, 1),
+    "ctas_per_sm": (0, 1, 2, 3, 4),
+}
+GIVEN = ("streamable", "conv_weight_dtype", "window")
+
+
+def forms(kind: str, state_dtype: str) -> list[dict[str, object]]:
+    """Every form that is another kernel."""
+    if state_dtype != "fp32":
+        return []
+    lines: dict[str, object] = {"split": 1, "source": "shared", "fold": "late", "state_first": False}
+    return [
+        {"split": 1},
+        {"split": 1, "gate_mode": 1},
+        lines,
+        {**lines, "gate_mode": 1, "ctas_per_sm": 3},
+        {"split": 2},
+        {"split": 4, "threads": 128, "fold": "late"},
+        {"split": 8, "threads": 128},
+    ]
+
 
 _FEWEST_LINES = 2
 """Of a state that there must be room for at a time."""

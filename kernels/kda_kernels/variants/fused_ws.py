@@ -52,6 +52,19 @@ from kda_kernels.parts.streaming import Place, Turn, Weights
 from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, Problem, ceil_div
 
 KERNELS = ("kda_fused_ws",)
+KINDS = ("replay",)
+RULE = "fused_ws_items"
+STREAMS = True
+TRIED = {"gate_mode": (0, 1), "staged": (None, 2, 3, 4), "most_items": (None, 2, 4)}
+GIVEN = ("conv_weight_dtype", "window")
+
+
+def forms(kind: str, state_dtype: str) -> list[dict[str, object]]:
+    """Every form that is another kernel, and one that differs in its launch."""
+    if state_dtype != "fp32":
+        return []
+    return [{}, {"gate_mode": 1}, {"most_items": 2, "stream_stores": True}]
+
 
 _FEWEST_LINES = 2
 """Of a state that there must be room for."""

@@ -15,17 +15,66 @@ CTA r of a cluster owns rows, channels and gate features r*128/split .. of its i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal
 
 from kda_kernels import arguments, step
+from kda_kernels.case import HEADS, TYPICAL, Case, case, steps_of
 from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import StepOperands
 from kda_kernels.parts import prologue
-from kda_kernels.problem import Problem
+from kda_kernels.problem import CONV_LAYOUTS, STATE_DTYPES, Problem
 from kda_kernels.step import Compiled
 from kda_kernels.variants import split_chunked, split_recurrence
 
 KERNELS = ("kda_split",)
+KINDS = ("decode", "spec", "record")
+RULE = "schedule"
+REQUESTS = (1, 37)
+TRIED = {
+    "split": (1, 2, 4, 8),
+    "threads": (128, 256),
+    "lanes_per_row": (8, 16, 32),
+    "gate_mode": (0, 1, 2),
+}
+GIVEN = ("terms", "streamable", "conv_weight_dtype", "window")
+
+
+def forms(kind: str, state_dtype: str) -> list[dict[str, object]]:
+    """The chunked form. For the recurrence see `more_cases`."""
+    if kind != "record":
+        return []
+    return [
+        {"form": "chunked", "split": split, "threads": threads, "gate_mode": gate_mode, "terms": terms}
+        for gate_mode in (0, 1)
+        for terms in ((1, 2) if state_dtype == "bf16" else (2,))
+        for split, threads in ((1, 256), (2, 128), (2, 256), (4, 128), (8, 128))
+    ]
+
+
+def more_cases(name: str, purpose: str) -> list[Case]:
+    """Of the recurrence: it has too many choices to combine each with every layout, state type and head count."""
+    steps, typical = steps_of(KINDS), steps_of(KINDS, TYPICAL)
+    found, splits, stagings = [], (1, 2, 4, 8), ("registers", "shared")
+    if purpose == "compile":
+        for (kind, q), split, staging, dtype in product(steps, splits, stagings, STATE_DTYPES):
+            choices: dict[str, Any] = {"split": split, "staging": staging}
+            found.append(case(name, choices, Problem(kind, 1, 12, q, state_dtype=dtype)))
+        for (kind, q), split, gate_mode in product(typical, splits, (0, 1)):
+            found.append(case(name, {"split": split, "gate_mode": gate_mode}, Problem(kind, 1, 12, q)))
+        return found
+    # All choices on a small problem with null slots, padding and permuted rows ...
+    for (kind, q), split, staging, gate_mode in product(steps, splits, stagings, (0, 1, 2)):
+        choices = {"split": split, "staging": staging, "gate_mode": gate_mode}
+        found.append(case(name, choices, Problem(kind, 5, 3, q), pad=64, null_requests=(1, 3)))
+    # ... then layouts, state types, inputs, head counts and batches, one after the other.
+    awkward: dict[str, Any] = {"pad": 64, "null_requests": (2,), "inputs": "generic", "conv_bias": False}
+    for (kind, q), split, layout, dtype in product(steps, splits, CONV_LAYOUTS, STATE_DTYPES):
+        problem = Problem(kind, 6, 6, q, state_dtype=dtype, conv_layout=layout)
+        found.append(case(name, {"split": split, "spin": split > 1}, problem, **awkward))
+    for heads, (kind, q), split in product(HEADS, typical, splits):
+        found.append(case(name, {"split": split}, Problem(kind, 37 if heads < 24 else 9, heads, q)))
+    return found
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,22 @@ from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, Problem
 from kda_kernels.step import Compiled
 
 KERNELS = ("kda_stream",)
+KINDS = ("decode", "spec", "record")
+RULE = "stream_items"
+STREAMS = True
+TRIED = {"gate_mode": (0, 1), "stages": (None, 1, 2), "most_items": (None, 2, 4)}
+GIVEN = ("terms", "conv_weight_dtype", "window")
+
+
+def forms(kind: str, state_dtype: str) -> list[dict[str, object]]:
+    """Every form that is another kernel."""
+    found: list[dict[str, object]] = [
+        {"gate_mode": gate_mode, "terms": terms}
+        for gate_mode in (0, 1)
+        for terms in ((1, 2) if (kind, state_dtype) == ("record", "bf16") else (2,))
+    ]
+    return [*found, {"gate_mode": 1, "terms": 2, "ahead": True}]
+
 
 arch = cute.arch
 

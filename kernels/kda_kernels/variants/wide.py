@@ -46,6 +46,24 @@ from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, HISTORY, MAX_TOKENS, Probl
 from kda_kernels.step import Compiled
 
 KERNELS = ("kda_wide",)
+KINDS = ("decode", "spec", "record")
+RULE = "wide_items"
+TRIED = {"gate_mode": (0, 1), "ctas": (None, 1, 2, 3, 4)}
+GIVEN = ("terms", "streamable", "conv_weight_dtype", "window")
+
+
+def forms(kind: str, state_dtype: str) -> list[dict[str, object]]:
+    """Every form that is another kernel."""
+    form = "chunked" if kind == "record" else "recurrence"
+    found: list[dict[str, object]] = [
+        {"form": form, "gate_mode": gate_mode, "terms": terms}
+        for gate_mode in (0, 1)
+        for terms in ((1, 2) if (kind, state_dtype) == ("record", "bf16") else (2,))
+    ]
+    if (kind, state_dtype) == ("record", "fp32"):
+        found.append({"form": form, "gate_mode": 1, "terms": 2, "ctas": 3})
+    return found
+
 
 _THREADS = 32 * chunked.WARPS
 _PIECES = 4

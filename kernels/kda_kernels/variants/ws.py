@@ -70,6 +70,21 @@ from kda_kernels.variants.ws_prologue import prologue
 from kda_kernels.walk import Item
 
 KERNELS = ("kda_ws",)
+KINDS = ("decode", "spec", "record")
+RULE = "ws_items"
+STREAMS = True
+TRIED = {"gate_mode": (0, 1)}
+GIVEN = ("terms", "conv_weight_dtype", "window")
+
+
+def forms(kind: str, state_dtype: str) -> list[dict[str, object]]:
+    """Every form that is another kernel."""
+    return [
+        {"gate_mode": gate_mode, "terms": terms}
+        for gate_mode in (0, 1)
+        for terms in ((1, 2) if (kind, state_dtype) == ("record", "bf16") else (2,))
+    ]
+
 
 _EPILOGUE_BARRIER = 1
 
