@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from kda_kernels.case import Case
 from kda_kernels.cases import compile_cases
+from kda_kernels.variants import declared
 
 SMS = 132
 """Nothing that is compiled depends on the SM count: any will do."""
@@ -65,7 +66,7 @@ def fill_cache(cases: Iterable[Case], arch: str) -> None:
             problem=replace(case.problem, requests=1, heads=1, layers=1),
         )
         for case in cases
-        if case.variant != "stock"
+        if declared(case.variant).binaries
     }
     distinct = {(c.variant, c.choices, c.problem): c for c in binaries}
     compile_all([(distinct[key], arch) for key in sorted(distinct, key=str)], os.cpu_count() or 1)

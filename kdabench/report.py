@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kda_kernels import variants
 from kdabench.certificate import Change
 from kdabench.curves import Question, by_question, timings
 from kdabench.policy import Policy
@@ -349,7 +350,6 @@ TARGETS: dict[str, tuple[Target, ...]] = {
 """By device."""
 _FEW_ITEMS = (12, 96)
 _MANY_ITEMS = 1536
-_BASELINES = ("stock",)
 
 
 @dataclass(frozen=True)
@@ -384,7 +384,7 @@ def _isolated(sources: Iterable[Measured]) -> list[_Best]:
     found: dict[Cell, _Best] = {}
     for source in sources:
         records = [r for r in source.records if r.cell.context == "isolated" and r.cell.l2 == "cold"]
-        for best in _fastest(records, lambda c: c.variant not in _BASELINES):
+        for best in _fastest(records, lambda c: c.variant != variants.of_rule("stock_items")):
             found.setdefault(best.cell, best)
     return sorted(found.values(), key=lambda best: cell_order(best.cell))
 

@@ -22,7 +22,7 @@ split              CTAs that share an item. Sweeps measure where waves of them e
                    a line for each value
 ctas, ctas_per_sm  CTAs of an SM to have room for
 gate_mode          order of the gate's accumulations; the key of a serving engine may fix it
-pdl                programmatic dependent launch: of the launch, the binary is the same
+pdl                programmatic dependent launch: of the launch, and of some binaries, too
 streamable         False: operands are read element by element
 window             entries of the convolution window; None: those of the problem
 conv_weight_dtype  of convolution weight and bias
