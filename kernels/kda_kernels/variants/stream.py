@@ -255,16 +255,16 @@ def kda_stream(A: Arguments, P: cutlass.Constexpr) -> None:
     weights = streaming.weight_registers(P)
     numbers = ask_first(A, with_stage(own, stage, P), weights, item, numbers, count, here, P)
 
-    for n in cutlass.range(count, unroll=1):
+    for index in cutlass.range(count, unroll=1):
         at = streaming.place()
         M = with_stage(own, stage, P)
         now = request_of(numbers, P)
         window = conv_window.window_of(A, now.page, now.start)
         record = prologue.record_of(A, now.row, item.head)
         following = M.numbers[min(at.lane, P.numbers - 1)]
-        if n + 1 == count:
+        if index + 1 == count:
             following = Int32(0)
-        turn = Turn(item, numbers, following, n, count)
+        turn = Turn(item, numbers, following, index, count)
 
         prepare(A, M, weights, record, window, at, P)
         if const_expr(P.layout == "taps"):
