@@ -1,15 +1,17 @@
 """The walk of persistent CTAs over items, and its division into runs.
 
-Blocks of as many requests as a run has items; in a block, head by head. Consecutive items of a run so share a head, and
-neighbouring runs are at neighbouring heads of one request at a time. Three divisions:
+Blocks of as many requests as a run has items; in a block, head by head. Consecutive items of a run so
+share a head, and neighbouring runs are at neighbouring heads of one request at a time. Divisions:
   PLAIN    a run is that of one CTA
   HALVED   a run is that of two CTAs, in halves
-  BY_HEAD  as HALVED, or, where there are SMs enough, runs end where a head's block ends, for a change of heads takes
-           about as long as half an item
-A division has two sides that must agree: on the host `runs` says how many CTAs are launched and what `Arguments.per`
-is, from which `first` tells a CTA its first item and how many it has. From there `next_item` leads on, in all.
+  BY_HEAD  as HALVED, or, where there are SMs enough, runs end where a head's block ends, for a change
+           of heads takes about as long as half an item
+A division has two sides that must agree: on the host `runs` says how many CTAs are launched and what
+`Arguments.per` is; from both, in the kernel, `first` tells a CTA its first item and how many it has.
+From there `next_item` leads on, in all divisions.
 
-A kernel gets `per` and the number of CTAs, and no more: the items of a run, negated where runs end with a head's block.
+`Arguments.per` is the items of a run, negated where runs end with a head's block. Nobody but this
+module knows.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ class Runs(NamedTuple):
 
 
 def schedule(items: int, ctas: int, least: int = 1) -> tuple[int, int]:
-    """Items of a run that one CTA has, at least `least` and the same for all but the last, and CTAs, at most `ctas`.
+    """Items of a run that one CTA has, at least `least` and the same for all but the last, and CTAs, at
+    most `ctas`.
 
     Raises ValueError if a count is below one.
     """
@@ -73,8 +76,8 @@ def _plain(heads: int, requests: int, ctas: int, least: int = 1) -> Runs:
 def _halved(heads: int, requests: int, sms: int, most: int | None = None) -> Runs:
     """Two CTAs per SM, or more if each takes `most` items at most.
 
-    So no SM has more than its part of the items, rounded up; of two CTAs with as many as each other, that may be one
-    more. Raises ValueError if a count is below one.
+    So no SM has more than its part of the items, rounded up; of two CTAs with as many as each other,
+    that may be one more. Raises ValueError if a count is below one.
     """
     if most is not None and most < 1:
         raise ValueError(f"counts must be >= 1: {most=}")
@@ -87,8 +90,8 @@ def _halved(heads: int, requests: int, sms: int, most: int | None = None) -> Run
 
 
 def _by_head(heads: int, requests: int, sms: int, most: int | None = None) -> Runs:
-    """As `_halved`, or, where there are SMs enough, runs of a head: of a CTA each, or of two if there are more CTAs
-    than runs.
+    """As `_halved`, or, where there are SMs enough, runs of a head: of a CTA each, or of two if there are
+    more CTAs than runs.
 
     No SM has more than its part of the items, rounded up. Raises ValueError if a count is below one.
     """
@@ -129,8 +132,8 @@ def _first_of_part(cta: Int32, ctas: Int32, per: Int32, heads: Int32, requests: 
 
 @cute.jit
 def half_of(cta: Int32, ctas: Int32, per: Int32, items: Int32) -> tuple[Int32, Int32]:
-    """Of runs in halves: where a CTA begins, and its items. The second halves belong to the last CTAs: those that come
-    when each SM has one.
+    """Of runs in halves: where a CTA begins, and its items. The second halves belong to the last CTAs:
+    those that come when each SM has one.
     """
     runs = ctas
     if per > 1:

@@ -1,12 +1,15 @@
-"""A persistent CTA of 256 threads, two per SM, that asks for its next item's operands during this one: KdaStream and
-KdaFusedWS.
+"""A persistent CTA of 256 threads, two per SM, that asks for its next item's operands during this one:
+KdaStream and KdaFusedWS.
 
-An item is a head of a request, and its numbers (cache slot, record row, ...) are what the request is looked up by. They
-come with the operands of the item before, a lane each, so that no item waits for its own. Gate weights stay in
-registers until the head changes, convolution weights there or in cells of shared memory that are private to a thread.
+An item is a head of a request, and its numbers (cache slot, record row, ...) are what the request is
+looked up by. They come with the operands of the item before, a lane each, so that no item waits for
+its own. Gate weights stay in registers until the head changes, convolution weights there or in cells
+of shared memory that are private to a thread.
 
-Words here: to *ask* for something starts its copy to shared memory by cp.async, to *load* it starts loads to registers,
-which are *settled* when they have come; to *take* it reads it from shared memory.
+Words here: to *ask* for something starts its copy to shared memory by cp.async; to *load* it starts
+loads to registers, which are *settled* when they have come; to *take* it reads it from shared memory.
+A thread asks for its `place` anew now and then, most of all behind a barrier (`meet`), so that what
+depends on it isn't kept in registers for long.
 """
 
 # A condition known at compile time can't share an `if` with one of the running kernel.
@@ -18,14 +21,14 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from kda_kernels import step, walk
 from kda_kernels.arguments import Arguments
 from kda_kernels.device import blocks, smem
 from kda_kernels.device.gpu import Gpu
 from kda_kernels.device.smem import Area, Smem
-from kda_kernels.parts import chunked, gate_product
+from kda_kernels.parts import chunked, gate_product, prologue
 from kda_kernels.parts.conv_window import Window
 from kda_kernels.parts.prologue import UNIT
 from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, HISTORY, Problem, ceil_div
@@ -44,7 +47,7 @@ GMEM = cutlass.AddressSpace.gmem
 
 
 def operand_areas(p: Any) -> dict[str, Area]:
-    """An item's part of the projection, and its window: in front of the inputs, if it is window-major."""
+    """An item's part of the projection, and its window: if window-major, in front of the inputs."""
     x = Area(BFloat16, (HEAD_DIM, 3, p.history + p.tokens))
     whole = Area(BFloat16, 3 * HEAD_DIM * p.window)
     return {
@@ -56,7 +59,9 @@ def operand_areas(p: Any) -> dict[str, Area]:
 
 
 def taps_area(p: Any) -> Area:
-    """Convolution weights and bias of two channels of each thread that convolves, [tap or bias, thread, channel]."""
+    """Convolution weights and bias of two channels of each thread that convolves, [tap or bias, thread,
+    channel].
+    """
     return Area(p.conv_dtype, (2, _CONVOLVING_THREADS, CONV_WIDTH + 1))
 
 
@@ -84,24 +89,24 @@ class Turn(NamedTuple):
 
     numbers     its, a lane each
     following   those of the item after it; zeros behind the last one
-    n, count    items of the CTA before it, and in all
+    index       of the item in the CTA's walk of `count` items
     """
 
     item: walk.Item
     numbers: Int32
     following: Int32
-    n: Int32
+    index: Int32
     count: Int32
 
     @property
     def left(self) -> Int32:
-        """Items after it: computed where it is asked for, for what is computed earlier makes other code."""
-        return self.count - 1 - self.n
+        """Items after it. Computed where it is asked for: computed earlier, it makes other code."""
+        return self.count - 1 - self.index
 
 
 @cute.jit
 def place() -> Place:
-    """Asked for anew now and then, so that what depends on it isn't kept in registers for long."""
+    """Read from the special register where this stands."""
     tid = blocks.special("%tid.x") & (THREADS - 1)  # known not to be negative
     return Place(tid, arch.make_warp_uniform(tid // 32), tid % 32)
 
@@ -124,7 +129,9 @@ def after(A: Arguments, item: walk.Item) -> walk.Item:
 
 @cute.jit
 def number_address(A: Arguments, request: Int32, number: Int32, P: cutlass.Constexpr) -> Int64:
-    """Of one of `P.numbers` of a request: slots, then `accepted` (spec) or the record row (record, replay)."""
+    """Of one of `P.numbers` of a request: slots, then `accepted` (spec) or the record row (record,
+    replay).
+    """
     address = A.slots + Int64(request) * A.slots_stride * 4
     if const_expr(P.kind != "decode"):
         if number < P.numbers - 1:
@@ -141,7 +148,7 @@ def results_of(A: Arguments, item: walk.Item, P: cutlass.Constexpr) -> Int64:
 
 
 class Weights(NamedTuple):
-    """A thread's weights of a head, in registers: `gate_product.WEIGHTS`, and (channel of two, tap or bias)."""
+    """A thread's weights of a head, in registers: `gate_product.WEIGHTS`; (channel of two, tap or bias)."""
 
     gate: cute.Tensor
     taps: cute.Tensor
@@ -154,8 +161,8 @@ def weight_registers(P: Any) -> Weights:
 
 @cute.jit
 def load_weights(A: Arguments, weights: Weights, head: Int32, zero: Int32, at: Place, P: cutlass.Constexpr) -> None:
-    """A head's gate weights; unless `taps_shared`, convolution weight and bias of two channels. To be completed by
-    `settle_weights`. zero: as in `gate_product.load_lines`.
+    """A head's gate weights; unless `taps_shared`, convolution weight and bias of two channels. To be
+    completed by `settle_weights`. zero: as in `gate_product.load_lines`.
     """
     features = A.f_b + Int64(head) * (HEAD_DIM * gate_product.ROW_BYTES)
     gate_product.load_lines(weights.gate, features, zero, at.warp, at.lane)
@@ -163,7 +170,8 @@ def load_weights(A: Arguments, weights: Weights, head: Int32, zero: Int32, at: P
         if at.warp < chunked.CONVOLVING_WARPS:
             for tap in range_constexpr(CONV_WIDTH):
                 _load_pair(weights.taps, tap, A.conv_weight, _pair_place(A, CONV_WIDTH, tap, head, at), P)
-            # No bias: something else, so that this load, too, can have its address where it puts what it loads.
+            # No bias: something else, so that this load, too, can have its address where it puts what it
+            # loads.
             bias = A.conv_weight
             if A.conv_bias != Int64(0):
                 bias = A.conv_bias
@@ -183,7 +191,8 @@ def settle_weights(A: Arguments, weights: Weights, at: Place, P: cutlass.Constex
 def refresh_weights(A: Arguments, weights: Weights, turn: Turn, at: Place, P: cutlass.Constexpr) -> None:
     """Load the weights of the next item's head, if there is one and it is another.
 
-    It stands where threads wait for the state anyway: with copies in flight the loads leave their queue slowly.
+    It stands where threads wait for the state anyway: with copies in flight the loads leave their queue
+    slowly.
     """
     head = after(A, turn.item).head
     if turn.left > 0 and head != turn.item.head:
@@ -224,7 +233,9 @@ def ask_parameters(
     at: Place,
     P: cutlass.Constexpr,
 ) -> None:
-    """Parameters of the gate and, of a new head, of the convolution; the numbers of the item after, if there is one."""
+    """Parameters of the gate and, of a new head, of the convolution; the numbers of the item after, if
+    there are `more`.
+    """
     if at.warp == chunked.WARPS - 1:
         source = A.dt_bias + Int64(item.head) * (4 * HEAD_DIM) + at.lane * 16
         blocks.copy_async(M.dt_bias.iterator.toint() + at.lane * 16, source, 16)
@@ -323,3 +334,39 @@ def _window_major_unit(A: Arguments, window: Window, row: Int32, first: Int32, h
     entry, part = row // 3, row % 3
     channel = (part * A.heads + head) * HEAD_DIM + at.tid % _ROW_LANES * UNIT
     return window.page + (Int64(first + entry) * window.tap_stride + channel) * 2
+
+
+@cute.jit
+def finish(
+    A: Arguments,
+    M: Smem,
+    item: walk.Item,
+    page: Int32,
+    row: Int32,
+    sums: cute.Tensor,
+    v: cute.Tensor,
+    factors: cute.Tensor,
+    at: Place,
+    P: cutlass.Constexpr,
+) -> Place:
+    """Corrections and outputs from the products of a state, `chunked.values` and
+    `chunked.output_factors`; a barrier, behind which the next item's operands are there.
+
+    page, row   cache slot, not stored to unless positive, and record row, not stored to if negative
+    """
+    record = prologue.record_of(A, row, item.head)
+    u, attended = chunked.finish(sums, v, M.solution, at.lane, P)
+    o = cute.make_rmem_tensor(4, Float32)
+    for i in range_constexpr(4):
+        o[i] = blocks.rounded(attended[i])
+        if page <= 0:
+            o[i] = Float32(0)
+            factors[i] = Float32(0)
+    chunked.store_squares(o, M.squares, at.warp, at.lane, P)
+    if record.row >= 0:
+        chunked.store_corrections(u, record.corrections, at.warp, at.lane, P)
+    arch.cp_async_wait_group(P.lines)
+    at = meet()
+    results = results_of(A, item, P)
+    chunked.store_outputs(o, factors, M.squares, A.eps, results, A.heads * HEAD_DIM, at.warp, at.lane, P)
+    return at

@@ -174,8 +174,8 @@ def _record_areas(p: Plan) -> dict[str, Area]:
         "pairs": Area(Float32, p.pair_floats),
         # T and C, then as fragments.
         "matrix": Area(Float32, 2 * p.slots**2),
-        # Of squares of o, by slot and warp.
-        "sums": Area(Float32, p.slots * chunked.WARPS),
+        # Of o, summed up by slot and warp.
+        "squares": Area(Float32, p.slots * chunked.WARPS),
         "fragments": Area(Uint32, p.fragment_bytes // 4),
         "solution": Area(Uint32, 32 * p.solution_words),
     }
@@ -271,16 +271,16 @@ def kda_stream(A: Arguments, P: cutlass.Constexpr) -> None:
     weights = streaming.weight_registers(P)
     numbers = ask_first(A, with_stage(own, stage, P), weights, item, numbers, count, here, P)
 
-    for n in cutlass.range(count, unroll=1):
+    for index in cutlass.range(count, unroll=1):
         at = streaming.place()
         M = with_stage(own, stage, P)
         now = request_of(numbers, P)
         window = conv_window.window_of(A, now.page, now.start)
         record = prologue.record_of(A, now.row, item.head)
         following = M.numbers[min(at.lane, P.numbers - 1)]
-        if n + 1 == count:
+        if index + 1 == count:
             following = Int32(0)
-        turn = Turn(item, numbers, following, n, count)
+        turn = Turn(item, numbers, following, index, count)
 
         prepare(A, M, weights, record, window, at, P)
         if const_expr(P.layout == "taps"):
@@ -384,21 +384,7 @@ def record_item(A: Arguments, M: Smem, weights: Weights, turn: Turn, at: Place, 
         factors = chunked.output_factors(M.out_gate, M.norm_weight, at.warp, at.lane, P)
     at = streaming.meet()
     now = request_of(blocks.pinned(turn.numbers), P)
-    record = prologue.record_of(A, now.row, turn.item.head)
-    u, attended = chunked.finish(sums, v, M.solution, at.lane, P)
-    o = cute.make_rmem_tensor(4, Float32)
-    for i in range_constexpr(4):
-        o[i] = blocks.rounded(attended[i])
-        if now.read <= 0:
-            o[i] = Float32(0)
-            factors[i] = Float32(0)
-    chunked.store_squares(o, M.sums, at.warp, at.lane, P)
-    if record.row >= 0:
-        chunked.store_corrections(u, record.corrections, at.warp, at.lane, P)
-    arch.cp_async_wait_group(P.pieces)
-    at = streaming.meet()
-    results = streaming.results_of(A, turn.item, P)
-    chunked.store_outputs(o, factors, M.sums, A.eps, results, A.heads * HEAD_DIM, at.warp, at.lane, P)
+    at = streaming.finish(A, M, turn.item, now.read, now.row, sums, v, factors, at, P)
     return at
 
 
