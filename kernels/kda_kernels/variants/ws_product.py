@@ -286,14 +286,7 @@ def step_product(
             if const_expr(P.tokens > 1):
                 upcoming = token_slot(A, request, min(t + 1, P.tokens - 1))
             words = vectors_of(M, turn.stage, t, P)
-            w = row_products(S, words, 0, lane, P)
-            y = row_products(S, words, 1, lane, P)
-            kk, qq, kq, beta = factors_of(M, turn.stage, t, P)
-            rk = blocks.rsqrt(kk + Float32(blocks.KEY_EPS))
-            rq = A.scale * blocks.rsqrt(qq + Float32(blocks.KEY_EPS))
-            u = beta * (words[own, 4] - w * rk)
-            if lane % 2 == 0:
-                results[t * HEAD_DIM + own] = rq * (y + u * rk * kq)
+            u, rk = put_output(A, M, S, words, results, turn.stage, t, own, lane, P)
             if t == P.tokens - 1:
                 M.result_ring.producer_commit(result_turn)
             update(S, words, u * rk, lane, P)
@@ -304,6 +297,34 @@ def step_product(
             target = upcoming
         target = following
         state = ring.after(state, P.state_stages)
+
+
+@cute.jit
+def put_output(
+    A: Arguments,
+    M: Smem,
+    S: cute.Tensor,
+    words: cute.Tensor,
+    results: cute.Tensor,
+    stage: Int32,
+    t: Int32,
+    own: Int32,
+    lane: Int32,
+    P: cutlass.Constexpr,
+) -> tuple[Float32, Float32]:
+    """A token's o of the row `own`, to the results. Returns u and rk, by which the state is corrected.
+
+    words   the token's vectors
+    """
+    w = row_products(S, words, 0, lane, P)
+    y = row_products(S, words, 1, lane, P)
+    kk, qq, kq, beta = factors_of(M, stage, t, P)
+    rk = blocks.rsqrt(kk + Float32(blocks.KEY_EPS))
+    rq = A.scale * blocks.rsqrt(qq + Float32(blocks.KEY_EPS))
+    u = beta * (words[own, 4] - w * rk)
+    if lane % 2 == 0:
+        results[t * HEAD_DIM + own] = rq * (y + u * rk * kq)
+    return u, rk
 
 
 @cute.jit
