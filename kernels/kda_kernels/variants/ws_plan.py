@@ -7,12 +7,12 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from kda_kernels.arguments import Arguments
 from kda_kernels.device import blocks, smem
 from kda_kernels.device.ring import Ring
-from kda_kernels.device.smem import Area
+from kda_kernels.device.smem import Area, Smem
 from kda_kernels.parts.chunked import STEPS
 from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, HISTORY, ceil_div
 from kda_kernels.step import StepPlan
@@ -292,7 +292,7 @@ def copy_async(shared: Int32, address: Int64) -> None:
 
 
 @cute.jit
-def fragments_of(M: cutlass.Constexpr, stage: Int32, P: cutlass.Constexpr) -> cute.Tensor:
+def fragments_of(M: Smem, stage: Int32, P: cutlass.Constexpr) -> cute.Tensor:
     """(first and second term of two columns, half, place, tile, step) of a stage."""
     return cute.make_tensor(
         M.vectors[None, stage].iterator,
@@ -317,3 +317,23 @@ def fragment_of(quad: Int32, P: cutlass.Constexpr) -> tuple[Int32, Int32]:
     if const_expr(P.state_dtype == "fp32"):
         return quad // 4, quad % 4
     return quad // 8 * 2 + quad % 2, quad % 8 // 2
+
+
+@cute.jit
+def sums_of(M: Smem, stage: Int32, t: Int32, P: cutlass.Constexpr) -> cute.Tensor:
+    """A token's sums and factors, `sum_words`."""
+    return cute.make_tensor(
+        M.sums[None, stage].iterator,
+        cute.make_layout((P.sum_words, P.tokens), stride=(1, P.sum_words)),
+    )[None, t]
+
+
+@cute.jit
+def total_of(words: cute.Tensor, which: Any) -> Float32:
+    """A token's sum from the parts of all warps of the prologue."""
+    fours = cute.make_tensor(words.iterator, cute.make_layout((4, PROLOGUE // 4, 3), stride=(1, 4, PROLOGUE)))
+    parts = cute.make_rmem_tensor((4, PROLOGUE // 4), Float32)
+    for i in range_constexpr(PROLOGUE // 4):
+        cute.autovec_copy(fours[None, i, which], parts[None, i])
+    pairs = [parts[e, 0] + parts[e, 1] for e in range(4)]
+    return (pairs[0] + pairs[1]) + (pairs[2] + pairs[3])

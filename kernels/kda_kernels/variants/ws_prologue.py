@@ -16,6 +16,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, range_c
 from kda_kernels import walk
 from kda_kernels.arguments import Arguments
 from kda_kernels.device import blocks, ring
+from kda_kernels.device.smem import Smem
 from kda_kernels.parts import chunked
 from kda_kernels.parts.chunked import GMEM, STEPS
 from kda_kernels.parts.prologue import UNIT
@@ -71,7 +72,7 @@ class Gate(NamedTuple):
 @cute.jit
 def prologue(
     A: Arguments,
-    M: cutlass.Constexpr,
+    M: Smem,
     start: Item,
     count: Int32,
     warp: Int32,
@@ -210,7 +211,7 @@ def load_gate(A: Arguments, G: Gate, head: Int32, zero: Int32, L: Lane) -> None:
 
 
 @cute.jit
-def load_taps(A: Arguments, M: cutlass.Constexpr, head: Int32, L: Lane, P: cutlass.Constexpr) -> None:
+def load_taps(A: Arguments, M: Smem, head: Int32, L: Lane, P: cutlass.Constexpr) -> None:
     """Ask for the convolution weights [3, 4, 128] and biases [3, 128] of the warp's channels."""
     units = _WARP_CHANNELS * P.weight_bytes // 16  # of a row
     row, unit = L.number // units, L.number % units
@@ -234,7 +235,7 @@ def load_taps(A: Arguments, M: cutlass.Constexpr, head: Int32, L: Lane, P: cutla
 
 
 @cute.jit
-def load_window(A: Arguments, M: cutlass.Constexpr, stage: Int32, work: Work, L: Lane, P: cutlass.Constexpr) -> None:
+def load_window(A: Arguments, M: Smem, stage: Int32, work: Work, L: Lane, P: cutlass.Constexpr) -> None:
     """Ask for the warp's channels. rows: all entries; taps: those before this step, as the first rows of inputs."""
     if work.slot > 0:
         page = A.conv_state + Int64(work.slot) * A.conv_stride * 2
@@ -271,7 +272,7 @@ def row_byte(row: Int32, part: Int32, L: Lane, P: cutlass.Constexpr) -> Int32:
 @cute.jit
 def load_rows(
     A: Arguments,
-    M: cutlass.Constexpr,
+    M: Smem,
     stage: Int32,
     f_a_stage: Int32,
     work: Work,
@@ -391,7 +392,7 @@ def earlier(x: Float32, q: Int32, P: cutlass.Constexpr) -> Float32:
 
 @cute.jit
 def convolve(
-    M: cutlass.Constexpr,
+    M: Smem,
     x: cute.Tensor,
     window: cute.Tensor,
     part: cutlass.Constexpr,
@@ -454,7 +455,7 @@ def keep_inputs(window: cute.Tensor, seen: cute.Tensor, part: cutlass.Constexpr,
 @cute.jit
 def record_vectors(
     A: Arguments,
-    M: cutlass.Constexpr,
+    M: Smem,
     x: cute.Tensor,
     window: cute.Tensor,
     raw: cute.Tensor,
@@ -518,7 +519,7 @@ def put_pair(low: Float32, high: Float32, words: cute.Tensor) -> None:
 
 @cute.jit
 def step_vectors(
-    M: cutlass.Constexpr,
+    M: Smem,
     x: cute.Tensor,
     window: cute.Tensor,
     logs: cute.Tensor,
