@@ -41,23 +41,16 @@ def plain(jitted: Any, **others: Any) -> Callable[..., Any]:
 
 
 # The walk over items. The device functions are plain integer arithmetic: here they run on Python's.
-part_of = plain(walk.part_of, half_of=plain(walk.half_of))
 item_at = plain(walk.item_at)
 next_item = plain(walk.next_item)
+half_of = plain(walk.half_of)
+part_of = plain(walk.part_of, half_of=half_of)
 
 
-def items_of(cta: int, per: int, heads: int, requests: int) -> list[tuple[int, int]]:
-    """(head, request) of the items of a CTA that has a run of its own, in turn."""
-    return _items(cta * per, min(per, heads * requests - cta * per), per, heads, requests)
-
-
-def items_of_part(cta: int, ctas: int, per: int, heads: int, requests: int) -> list[tuple[int, int]]:
-    """The same of one that has a part as `walk.divided` or `walk.halved` says, of which those are positive."""
-    return _items(*part_of(cta, ctas, per, heads, requests), abs(per), heads, requests)
-
-
-def _items(begin: int, count: int, per: int, heads: int, requests: int) -> list[tuple[int, int]]:
-    item = item_at(begin, per, heads, requests)
+def items_of(division: walk.Division, cta: int, runs: walk.Runs, heads: int, requests: int) -> list[tuple[int, int]]:
+    """(head, request) of a CTA's items, in turn, by what a launch passes."""
+    first = plain(division.first, item_at=item_at, half_of=half_of, part_of=part_of)
+    item, count = first(cta, runs.ctas, runs.per, heads, requests)
     found = []
     for _ in range(count):
         found.append((int(item.head), int(item.request)))

@@ -18,11 +18,12 @@ from compiled import Recorder, sass_of
 
 from kda_kernels import variants
 from kda_kernels.arguments import Arguments
-from kda_kernels.device import cubin
+from kda_kernels.device import cubin, smem
 from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import StepOperands, make_step
+from kda_kernels.parts import streaming
 from kda_kernels.problem import Problem
-from kda_kernels.variants import fused_ws, stream
+from kda_kernels.variants import fused_ws
 
 GPUS = {"sm_90a": Gpu("sm_90a", 132), "sm_100a": Gpu("sm_100a", 148), "sm_103a": Gpu("sm_103a", 148)}
 H200 = GPUS["sm_90a"]
@@ -71,7 +72,7 @@ def test_two_ctas_fit_an_sm(tokens: int, layout: Any, window: int | None) -> Non
     assert fused_ws.unsupported(of, spec, H200) is None
     p = fused_ws.plan(of, spec)
     assert 2 * (p.smem_bytes + 1024) <= 233_472
-    assert all(size % 128 == 0 for size in p.areas.values())
+    assert all(size % 128 == 0 for size in smem.sizes(p.areas).values())
     assert p.staged >= (4 if tokens <= 4 else 3 if tokens < 8 or window is None or layout != "dim-first" else 2)
 
 
@@ -176,7 +177,7 @@ def test_emulation_notices_a_missing_barrier(
     emulated: ModuleType, monkeypatch: pytest.MonkeyPatch, left_out: int
 ) -> None:
     """Any of those that an item passes; what was in time by luck is not, for some order of the warps."""
-    real, passed = emulated.stream.arch.sync_threads, Counter[Any]()
+    real, passed = emulated.streaming.arch.sync_threads, Counter[Any]()
 
     def all_but_one() -> None:
         thread = id(simt.current())
@@ -232,7 +233,7 @@ def check_resources(compiled: fused_ws.Compiled) -> None:
     assert found.stack_bytes == 0
     assert (found.threads, found.cluster) == (256, 1)
     assert found.registers <= 128
-    assert found.smem_bytes == compiled.plan.smem_bytes <= stream.SMEM_BYTES
+    assert found.smem_bytes == compiled.plan.smem_bytes <= streaming.SMEM_BYTES
     assert found.ctas_per_sm >= 2
     assert len(compiled.binary.parameters) == len(Arguments._fields)
 
@@ -292,7 +293,7 @@ def test_launch_passes_addresses_and_sizes(monkeypatch: pytest.MonkeyPatch) -> N
 def test_launch_refuses_operands_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, change: Any, reason: str) -> None:
     monkeypatch.setattr(cubin, "launcher", lambda _: Recorder())
     of = problem()
-    compiled = fused_ws.Compiled(None, fused_ws.plan(of, fused_ws.Spec()), 132, False)  # type: ignore[arg-type]
+    compiled = fused_ws.Compiled(None, fused_ws.plan(of, fused_ws.Spec()), pdl=False, sms=132)  # type: ignore[arg-type]
     operands = make_step(of, seed=1, device="cpu")
     fused_ws.launch(compiled, operands, 0)
     with pytest.raises(ValueError, match=reason):

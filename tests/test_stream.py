@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -14,13 +13,14 @@ from typing import Any
 import pytest
 import simt
 import simt_cluster
-from compiled import Recorder, items_of_part, sass_of
+from compiled import Recorder, items_of, sass_of
 
 from kda_kernels import walk
 from kda_kernels.arguments import Arguments
-from kda_kernels.device import cubin
+from kda_kernels.device import cubin, smem
 from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import make_step
+from kda_kernels.parts import streaming
 from kda_kernels.problem import HEAD_DIM, Problem
 from kda_kernels.variants import stream
 
@@ -69,29 +69,23 @@ def test_two_ctas_fit_an_sm(dtype: str, layout: str, window: int | None) -> None
         assert stream.unsupported(of, spec, H200) is None
         p = stream.plan(of, spec)
         assert 2 * (p.smem_bytes + 1024) <= 233_472
-        assert all(size % 128 == 0 for size in (*p.areas.values(), *p.stage_areas.values()))
+        sizes = smem.sizes(p.areas) | smem.sizes(p.stage_areas)
+        assert all(size % 128 == 0 for size in sizes.values())
         assert p.stages == 2 or kind != "decode"
 
 
-Division = Callable[..., tuple[int, int]]
-
-
-def halved(heads: int, requests: int, sms: int, most: int | None = None) -> tuple[int, int]:
-    return walk.halved(heads * requests, sms, most)
-
-
 # KdaStream's and KdaFusedWS's.
-DIVISIONS = pytest.mark.parametrize("divided", [walk.divided, halved])
+DIVISIONS = pytest.mark.parametrize("division", [walk.BY_HEAD, walk.HALVED], ids=["by_head", "halved"])
 
 
 @DIVISIONS
 @pytest.mark.parametrize(("heads", "requests"), TARGET_SIZES)
 @pytest.mark.parametrize("sms", [1, 2, 5, 132, 148])
-def test_ctas_cover_all_items_once(heads: int, requests: int, sms: int, divided: Division) -> None:
+def test_ctas_cover_all_items_once(heads: int, requests: int, sms: int, division: walk.Division) -> None:
     """Where each SM takes one CTA before any takes its second, no SM has more than its part of the items."""
-    per, ctas = divided(heads, requests, sms)
-    assert ctas <= 2 * sms
-    found = [items_of_part(cta, ctas, per, heads, requests) for cta in range(ctas)]
+    runs = division.runs(heads, requests, sms)
+    assert runs.ctas <= 2 * sms
+    found = [items_of(division, cta, runs, heads, requests) for cta in range(runs.ctas)]
     assert all(found)
     assert sorted(itertools.chain(*found)) == list(itertools.product(range(heads), range(requests)))
     counts = [len(part) for part in found]
@@ -102,20 +96,20 @@ def test_ctas_cover_all_items_once(heads: int, requests: int, sms: int, divided:
 @DIVISIONS
 @pytest.mark.parametrize(("heads", "requests"), TARGET_SIZES)
 @pytest.mark.parametrize("most", [1, 3, 1000])
-def test_ctas_of_few_items_cover_all_items_once(heads: int, requests: int, most: int, divided: Division) -> None:
-    per, ctas = divided(heads, requests, H200.sms, most)
-    assert ctas <= 2 * H200.sms or per == 2 * most or 0 < -per <= most
-    found = [items_of_part(cta, ctas, per, heads, requests) for cta in range(ctas)]
+def test_ctas_of_few_items_cover_all_items_once(heads: int, requests: int, most: int, division: walk.Division) -> None:
+    runs = division.runs(heads, requests, H200.sms, most)
+    assert runs.ctas <= 2 * H200.sms or runs.per == 2 * most or (runs.of_a_head and 0 < runs.size <= most)
+    found = [items_of(division, cta, runs, heads, requests) for cta in range(runs.ctas)]
     assert all(1 <= len(part) <= most for part in found)
     assert sorted(itertools.chain(*found)) == list(itertools.product(range(heads), range(requests)))
 
 
 @DIVISIONS
 @pytest.mark.parametrize(("heads", "requests"), [(12, 128), (12, 256), (96, 256), (96, 16)])
-def test_ctas_keep_heads_and_neighbours_share_requests(heads: int, requests: int, divided: Division) -> None:
+def test_ctas_keep_heads_and_neighbours_share_requests(heads: int, requests: int, division: walk.Division) -> None:
     """Of a CTA's steps few go to another head; of neighbouring CTAs most are at the same request, one head apart."""
-    per, ctas = divided(heads, requests, H200.sms)
-    found = [items_of_part(cta, ctas, per, heads, requests) for cta in range(ctas)]
+    runs = division.runs(heads, requests, H200.sms)
+    found = [items_of(division, cta, runs, heads, requests) for cta in range(runs.ctas)]
     steps = [a[0] != b[0] for items in found for a, b in itertools.pairwise(items)]
     assert sum(steps) <= 0.1 * len(steps)
     pairs = [(a, b) for x, y in itertools.pairwise(found) for a, b in zip(x, y, strict=False)]
@@ -127,16 +121,16 @@ def test_ctas_keep_heads_and_neighbours_share_requests(heads: int, requests: int
     ("heads", "requests"), [(12, 41), (12, 64), (12, 128), (6, 99), (4, 150), (32, 18), (24, 32), (24, 64)]
 )
 def test_no_cta_changes_heads_where_there_are_sms_enough(heads: int, requests: int) -> None:
-    per, ctas = walk.divided(heads, requests, H200.sms)
-    for cta in range(ctas):
-        assert len({head for head, _ in items_of_part(cta, ctas, per, heads, requests)}) == 1
+    runs = walk.BY_HEAD.runs(heads, requests, H200.sms)
+    for cta in range(runs.ctas):
+        assert len({head for head, _ in items_of(walk.BY_HEAD, cta, runs, heads, requests)}) == 1
 
 
 @DIVISIONS
 @pytest.mark.parametrize("counts", [(0, 5, 132), (5, 0, 132), (5, 5, 0), (5, 5, 132, 0)])
-def test_a_division_refuses_nothing_to_do(counts: tuple[int, ...], divided: Division) -> None:
+def test_a_division_refuses_nothing_to_do(counts: tuple[int, ...], division: walk.Division) -> None:
     with pytest.raises(ValueError, match="counts must be >= 1"):
-        divided(*counts)
+        division.runs(*counts)
 
 
 @pytest.mark.parametrize("groups", [2, 4])
@@ -232,9 +226,9 @@ def test_cells_of_rows_cover_a_page_once(emulated: ModuleType, dtype: str) -> No
     cells, units = set(), set()
     for thread in range(256):
         at = emulated.Place(simt.Int32(thread), simt.Int32(thread // 32), simt.Int32(thread % 32))
-        for group in range(P.groups):
-            first = simt.Int32(16 * thread + group * P.piece_cells)
-            source = simt.Int64(0) + rows.first_cell(simt.Int32(group), at.warp, at.lane, P)
+        for piece in range(P.pieces):
+            first = simt.Int32(16 * thread + piece * P.piece_bytes)
+            source = simt.Int64(0) + rows.first_cell(simt.Int32(piece), at.warp, at.lane, P)
             for shared, address, nbytes in simt.asked_copies(
                 thread, rows.ask_piece, first, source, 0, simt.Int64(0), P
             ):
@@ -289,7 +283,7 @@ def check_resources(compiled: stream.Compiled) -> None:
     assert found.stack_bytes == 0
     assert (found.threads, found.cluster) == (256, 1)
     assert found.registers <= 128
-    assert found.smem_bytes == compiled.plan.smem_bytes <= stream.SMEM_BYTES
+    assert found.smem_bytes == compiled.plan.smem_bytes <= streaming.SMEM_BYTES
     assert found.ctas_per_sm >= 2
     assert len(compiled.binary.parameters) == len(Arguments._fields)
 
@@ -343,7 +337,7 @@ def test_launch_passes_addresses_and_sizes(monkeypatch: pytest.MonkeyPatch) -> N
 def test_launch_refuses_operands_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, change: Any, reason: str) -> None:
     monkeypatch.setattr(cubin, "launcher", lambda _: Recorder())
     of = problem()
-    compiled = stream.Compiled(None, stream.plan(of, stream.Spec()), 132, False)  # type: ignore[arg-type]
+    compiled = stream.Compiled(None, stream.plan(of, stream.Spec()), pdl=False, sms=132)  # type: ignore[arg-type]
     operands = make_step(of, seed=1, device="cpu")
     stream.launch(compiled, operands, 0)
     with pytest.raises(ValueError, match=reason):

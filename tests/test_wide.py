@@ -254,12 +254,12 @@ def test_cells_of_rows_cover_a_state_once(emulated: ModuleType, dtype: str) -> N
     item_bytes = 4 if dtype == "fp32" else 2
     P = m.plan(problem("decode", 1, dtype), m.Spec())
     cells, units = set(), set()
-    for thread, group in itertools.product(range(256), range(4)):
+    for thread, piece in itertools.product(range(256), range(4)):
         rows = m.state_rows
         warp, lane = simt.Int32(thread // 32), simt.Int32(thread % 32)
         item = simt.Int64(0) + rows.first_cell(simt.Int32(0), warp, lane, P)
         for shared, address, nbytes in simt.asked_copies(
-            thread, rows.ask_piece, simt.Int32(16 * thread), item, group * m.PIECE_ROWS, simt.Int64(0), P
+            thread, rows.ask_piece, simt.Int32(16 * thread), item, piece * m.PIECE_ROWS, simt.Int64(0), P
         ):
             assert nbytes == 16
             assert shared // 16 % 256 == thread

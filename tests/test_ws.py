@@ -122,11 +122,11 @@ SIZES = [
 @pytest.mark.parametrize("sms", [1, 2, 5, 132, 148])
 def test_ctas_cover_all_items_once(heads: int, requests: int, sms: int) -> None:
     items = heads * requests
-    per, ctas = walk.schedule(items, sms, 2)
-    assert per >= 2
-    assert ctas <= sms
-    assert (ctas - 1) * per < items <= ctas * per
-    found = [items_of(cta, per, heads, requests) for cta in range(ctas)]
+    runs = walk.PLAIN.runs(heads, requests, sms, 2)
+    assert runs.per >= 2
+    assert runs.ctas <= sms
+    assert (runs.ctas - 1) * runs.per < items <= runs.ctas * runs.per
+    found = [items_of(walk.PLAIN, cta, runs, heads, requests) for cta in range(runs.ctas)]
     assert sorted(itertools.chain(*found)) == list(itertools.product(range(heads), range(requests)))
 
 
@@ -138,8 +138,8 @@ def test_ctas_keep_heads_and_neighbours_share_requests(
     heads: int, requests: int, changes: float, neighbours: float
 ) -> None:
     """Of a CTA's steps few go to another head; of neighbouring CTAs most are at the same request, one head apart."""
-    per, ctas = walk.schedule(heads * requests, H200.sms, 2)
-    found = [items_of(cta, per, heads, requests) for cta in range(ctas)]
+    runs = walk.PLAIN.runs(heads, requests, H200.sms, 2)
+    found = [items_of(walk.PLAIN, cta, runs, heads, requests) for cta in range(runs.ctas)]
     steps = [a[0] != b[0] for items in found for a, b in itertools.pairwise(items)]
     assert sum(steps) <= changes * len(steps)
     pairs = [(a, b) for x, y in itertools.pairwise(found) for a, b in zip(x, y, strict=False)]

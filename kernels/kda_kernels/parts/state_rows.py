@@ -26,9 +26,9 @@ _THREADS = 32 * chunked.WARPS
 
 
 @cute.jit
-def first_cell(group: Int32, warp: Int32, lane: Int32, P: cutlass.Constexpr) -> Int32:
+def first_cell(piece: Int32, warp: Int32, lane: Int32, P: cutlass.Constexpr) -> Int32:
     """Byte of a state where this thread's first cell of a piece lies."""
-    row = 16 * warp + 2 * PIECE_ROWS * group + lane // LANES
+    row = 16 * warp + 2 * PIECE_ROWS * piece + lane // LANES
     return row * HEAD_DIM * P.item_bytes + lane % LANES * 16
 
 

@@ -11,6 +11,7 @@ from cutlass import Int32, Int64, range_constexpr
 
 from kda_kernels.arguments import Arguments
 from kda_kernels.device import blocks
+from kda_kernels.device.smem import Smem
 from kda_kernels.parts import chunked, prologue
 from kda_kernels.parts.prologue import GMEM, UNIT, Place
 from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, ceil_div
@@ -27,7 +28,7 @@ def place(A: Arguments) -> Place:
 
 
 @cute.jit
-def load_vectors(A: Arguments, M: cutlass.Constexpr, at: Place, P: cutlass.Constexpr) -> None:
+def load_vectors(A: Arguments, M: Smem, at: Place, P: cutlass.Constexpr) -> None:
     """The head's vectors of FP32, by cp.async."""
     quads = HEAD_DIM // 4
     if at.tid < quads:
@@ -40,7 +41,7 @@ def load_vectors(A: Arguments, M: cutlass.Constexpr, at: Place, P: cutlass.Const
 
 
 @cute.jit
-def load_projection(A: Arguments, M: cutlass.Constexpr, request: Int32, at: Place, P: cutlass.Constexpr) -> None:
+def load_projection(A: Arguments, M: Smem, request: Int32, at: Place, P: cutlass.Constexpr) -> None:
     """The item's rows of q, k, v, output gate and f_a of all tokens; beta. A half-warp takes every third row of one."""
     lanes, parts, step = HEAD_DIM // UNIT, 5, 3
     token_bytes = 2 * HEAD_DIM

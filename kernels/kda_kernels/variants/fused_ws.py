@@ -34,22 +34,24 @@ Source: docs/operation.md, "The same, chunked" and "Commit: folding n accepted t
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
-from cutlass.memory import SmemAllocator
 
-from kda_kernels import arguments, walk
+from kda_kernels import arguments, step, walk
 from kda_kernels.arguments import Arguments
-from kda_kernels.device import blocks, cubin
+from kda_kernels.device import blocks, smem
 from kda_kernels.device.gpu import Gpu
+from kda_kernels.device.smem import Area, Smem
 from kda_kernels.operands import StepOperands
-from kda_kernels.parts import chunked, fold, gate_product, prologue
-from kda_kernels.parts.prologue import ALIGNMENT, Operands
+from kda_kernels.parts import chunked, fold, gate_product, prologue, streaming
+from kda_kernels.parts.conv_window import Window
+from kda_kernels.parts.prologue import Record
+from kda_kernels.parts.streaming import Place, Turn, Weights
 from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, Problem, ceil_div
-from kda_kernels.variants import stream
+from kda_kernels.step import Compiled
 
 KERNELS = ("kda_fused_ws",)
 
@@ -87,7 +89,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Plan(fold.Shape):
-    """What decides the code: the problem's compile-time part and the Spec's. Its repr is the cache key."""
+    """What decides the code. staged: lines of a state that there is room for."""
 
     staged: int
     ahead: bool
@@ -99,7 +101,7 @@ class Plan(fold.Shape):
 
     @property
     def ctas_per_sm(self) -> int:
-        return stream.CTAS_PER_SM
+        return streaming.CTAS_PER_SM
 
     @property
     def numbers(self) -> int:
@@ -107,59 +109,52 @@ class Plan(fold.Shape):
         return 2
 
     @property
-    def areas(self) -> dict[str, int]:
-        """Bytes of shared memory by use."""
-        row, tokens = 2 * HEAD_DIM, self.tokens
-        areas = {
-            "state": self.staged * chunked.LINE_BYTES,
-            "x": 3 * row * (self.history + tokens),
-            "f_a": row * tokens,
-            "out_gate": row * tokens,
-            "window": 3 * row * self.window,
-            "old_key_gates": 2 * row * tokens,
-            "old_corrections": 2 * row * tokens,
-            "dt_bias": 2 * row,
-            "norm_weight": 2 * row,
-            "A_log": 4,
-            "beta": 4 * tokens,
-            "numbers": 4 * self.numbers,
-            "taps": (CONV_WIDTH + 1) * 3 * HEAD_DIM * self.weight_bytes,
-            "qkv": self.qkv_bytes,
-            # Then A and B, a part per step.
-            "gamma": max(self.gamma_bytes, self.partial_bytes),
-            "fold": self.fold_bytes,
-            "fold_scale": 2 * row,
-            "fragments": self.fragment_bytes,
-            "pairs": 4 * self.pair_floats,
-            "matrix": 8 * self.slots**2,
-            "solution": 128 * self.solution_words,
-            "squares": 4 * self.slots * chunked.WARPS,
+    def areas(self) -> dict[str, Area]:
+        tokens = self.tokens
+        operands = streaming.operand_areas(self) | {
+            "old_key_gates": Area(BFloat16, 2 * HEAD_DIM * tokens),
+            "old_corrections": Area(Float32, (HEAD_DIM, tokens)),
+            "dt_bias": Area(Float32, HEAD_DIM),
+            "norm_weight": Area(Float32, HEAD_DIM),
+            "A_log": Area(Float32, 1),
+            "beta": Area(BFloat16, (2, tokens)),
+            # Of the item after.
+            "numbers": Area(Int32, self.numbers),
+            "taps": streaming.taps_area(self),
         }
-        return prologue.aligned(areas)
-
-
-@dataclass(frozen=True)
-class Compiled:
-    binary: cubin.Binary
-    plan: Plan
-    sms: int
-    pdl: bool
-    most_items: int | None = None
+        products = {
+            "qkv": Area(BFloat16, self.qkv_bytes // 2),
+            "gamma": Area(Float32, self.gamma_bytes // 4),
+            # A and B, a part per step.
+            "partials": Area(Float32, self.partial_bytes // 4, inside="gamma"),
+            "fold": Area(Uint32, self.fold_bytes // 4),
+            # e^{L_n}
+            "fold_scale": Area(Float32, HEAD_DIM),
+            "fragments": Area(Uint32, self.fragment_bytes // 4),
+            "pairs": Area(Float32, self.pair_floats),
+            # T and C, then as fragments.
+            "matrix": Area(Float32, 2 * self.slots**2),
+            "solution": Area(Uint32, 32 * self.solution_words),
+            # Of o, summed up by slot and warp.
+            "squares": Area(Float32, self.slots * chunked.WARPS),
+        }
+        # A ring of lines, each as `chunked.copy_line` has it.
+        state = Area(Uint8, self.staged * chunked.LINE_BYTES)
+        return {"state": state} | operands | products
 
     @property
-    def resources(self) -> cubin.Resources:
-        return self.binary.resources
+    def smem_bytes(self) -> int:
+        return smem.total(self.areas)
 
 
 def plan(problem: Problem, spec: Spec) -> Plan:
-    layout: Literal["rows", "taps"] = "rows" if problem.conv_layout == "dim-first" else "taps"
-    window = spec.window if spec.window is not None else problem.window
+    layout, window = arguments.window_rules(problem, True, spec.window)
     p = Plan(
         tokens=problem.tokens,
         state_dtype=problem.state_dtype,
-        threads=32 * chunked.WARPS,
+        threads=streaming.THREADS,
         layout=layout,
-        window=window if layout == "rows" else 0,
+        window=window,
         streamable=True,
         weight_dtype=spec.conv_weight_dtype,
         terms=2,
@@ -172,7 +167,7 @@ def plan(problem: Problem, spec: Spec) -> Plan:
     )
     room = (spec.staged,) if spec.staged is not None else range(p.lines, _FEWEST_LINES - 1, -1)
     plans = [replace(p, staged=staged) for staged in room]
-    return next((p for p in plans if p.smem_bytes <= stream.SMEM_BYTES), plans[-1])
+    return next((p for p in plans if p.smem_bytes <= streaming.SMEM_BYTES), plans[-1])
 
 
 def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
@@ -181,79 +176,28 @@ def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
         return f"kind={problem.kind}: only replay"
     if problem.state_dtype != "fp32":
         return f"state_dtype={problem.state_dtype}: deferred steps keep an FP32 state"
-    for name, value, allowed in (
+    choices = (
         ("gate_mode", spec.gate_mode, (0, 1)),
         ("staged", spec.staged, (None, 2, 3, 4)),
         ("records", spec.records, ("all", "pending")),
         ("conv_weight_dtype", spec.conv_weight_dtype, ("fp32", "bf16")),
-    ):
-        if value not in allowed:
-            return f"{name}={value!r} is not one of {', '.join(map(str, allowed))}"
-    if spec.window is not None and not problem.tokens + 2 <= spec.window <= 16:
-        return f"window={spec.window} must lie in {problem.tokens + 2}..16"
-    if spec.most_items is not None and spec.most_items < 1:
-        return f"most_items={spec.most_items} must be at least 1"
-    needed, most = plan(problem, spec).smem_bytes, min(stream.SMEM_BYTES, gpu.smem_per_block)
-    if needed > most:
-        return f"{needed} bytes of shared memory exceed {most}"
-    return None
+    )
+    if why := step.not_allowed(choices):
+        return why
+    return streaming.refused(problem, spec, plan(problem, spec), gpu)
 
 
 def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
     """From shapes alone; one binary serves all heads, requests and strides. Raises ValueError for unsupported pairs."""
-    reason = unsupported(problem, spec, gpu)
-    if reason is not None:
-        raise ValueError(f"KdaFusedWS: {reason}")
-    p = plan(problem, spec)
-    binary = cubin.build(
-        _host,
-        lambda: (arguments.placeholder(), p),
-        arch=gpu.arch,
-        threads=p.threads,
-        cluster=1,
-        choices=p,
-    )
-    return Compiled(binary, p, gpu.sms, spec.pdl, spec.most_items)
+    step.require("KdaFusedWS", unsupported(problem, spec, gpu))
+    return step.build(_HOST, plan(problem, spec), spec, gpu)
 
 
 def launch(compiled: Compiled, operands: StepOperands, stream: int) -> None:
     """Enqueue one step. Raises ValueError, naming the operand, for operands that the compiled kernel can't take."""
-    o, p = operands, compiled.plan
-    arguments.check("KdaFusedWS", p, o)
-    assert o.lower_bound is not None
-    if o.lower_bound * p.tokens < chunked.MIN_LOG_GAMMA:
-        raise ValueError(f"lower_bound={o.lower_bound} is too low for {p.tokens} tokens")
-    per, ctas = walk.halved(o.A_log.shape[0] * o.slots.shape[0], compiled.sms, compiled.most_items)
-    cubin.launcher(compiled.binary).launch((ctas, 1, 1), arguments.values(o, per), stream, compiled.pdl)
-
-
-@cute.jit
-def _host(A: Arguments, P: cutlass.Constexpr) -> None:
-    kda_fused_ws(A, P).launch(
-        grid=(1, 1, 1), block=(P.threads, 1, 1), min_blocks_per_mp=P.ctas_per_sm, preferred_smem_carveout=100
-    )
-
-
-@dataclass(frozen=True)
-class Shared(Operands):
-    """A CTA's shared memory: an item's operands, and this."""
-
-    state: Any  # ring of lines as `chunked.copy_line` has them
-    old_key_gates: Any  # [tokens, 256] bf16
-    old_corrections: Any  # [tokens, 128]
-    norm_weight: Any  # [128]
-    numbers: Any  # [numbers] i32 of the item after
-    taps: Any  # [4 taps and bias, 192 threads, 2 channels]
-    qkv: Any  # [tokens, QKV_PITCH] bf16
-    gamma: Any  # [tokens, GAMMA_PITCH]
-    partials: Any  # A and B, a part per step, in the place of gamma
-    fold: Any  # `Plan.fold_layout`
-    fold_scale: Any  # [128] e^{L_n}
-    fragments: Any  # `chunked.Shape.fragment_layout`
-    pairs: Any  # A and B
-    matrix: Any  # T and C
-    solution: Any  # T and C as fragments
-    squares: Any  # [slots, warps] sums of squares of o
+    heads, requests = operands.A_log.shape[0], operands.slots.shape[0]
+    runs = walk.HALVED.runs(heads, requests, compiled.sms, compiled.most_items)
+    step.enqueue("KdaFusedWS", compiled, operands, stream, runs.grid, runs.per)
 
 
 class Request(NamedTuple):
@@ -263,68 +207,71 @@ class Request(NamedTuple):
     row: Int32
 
 
-def allocate(P: Plan) -> Shared:
-    smem = SmemAllocator()
-    raw = {
-        name: smem.allocate_tensor(Uint8, cute.make_layout(size), byte_alignment=ALIGNMENT)
-        for name, size in P.areas.items()
-        if size
-    }
-
-    def view(dtype: Any, name: str, layout: Any) -> Any:
-        pointer = cute.make_ptr(dtype, raw[name].iterator.toint(), cutlass.AddressSpace.smem, assumed_align=ALIGNMENT)
-        return cute.make_tensor(pointer, cute.make_layout(layout))
-
-    x = view(BFloat16, "x", (HEAD_DIM, 3, P.history + P.tokens))
-    return Shared(
-        state=raw["state"],
-        x=x,
-        f_a=view(BFloat16, "f_a", P.tokens * HEAD_DIM),
-        out_gate=view(BFloat16, "out_gate", (HEAD_DIM, P.tokens)),
-        window=view(BFloat16, "window", 3 * HEAD_DIM * P.window) if P.layout == "rows" else x,
-        old_key_gates=view(BFloat16, "old_key_gates", 2 * HEAD_DIM * P.tokens),
-        old_corrections=view(Float32, "old_corrections", (HEAD_DIM, P.tokens)),
-        dt_bias=view(Float32, "dt_bias", HEAD_DIM),
-        norm_weight=view(Float32, "norm_weight", HEAD_DIM),
-        A_log=view(Float32, "A_log", 1),
-        beta=view(BFloat16, "beta", (2, P.tokens)),
-        numbers=view(Int32, "numbers", P.numbers),
-        taps=view(P.conv_dtype, "taps", (2, 32 * chunked.CONVOLVING_WARPS, CONV_WIDTH + 1)),
-        qkv=view(BFloat16, "qkv", P.qkv_bytes // 2),
-        gamma=view(Float32, "gamma", P.gamma_bytes // 4),
-        partials=view(Float32, "gamma", P.partial_bytes // 4),
-        fold=view(Uint32, "fold", P.fold_bytes // 4),
-        fold_scale=view(Float32, "fold_scale", HEAD_DIM),
-        fragments=view(Uint32, "fragments", P.fragment_bytes // 4),
-        pairs=view(Float32, "pairs", P.pair_floats),
-        matrix=view(Float32, "matrix", 2 * P.slots**2),
-        solution=view(Uint32, "solution", 32 * P.solution_words),
-        squares=view(Float32, "squares", P.slots * chunked.WARPS),
-    )
-
-
 @cute.kernel
 def kda_fused_ws(A: Arguments, P: cutlass.Constexpr) -> None:
     cta, _, _ = arch.block_idx()
-    at = stream.place()
+    at = streaming.place()
     ctas, _, _ = arch.grid_dim()
-    begin, count = walk.half_of(cta, ctas, A.per, A.heads * A.requests)
-    item = walk.item_at(begin, A.per, A.heads, A.requests)
+    item, count = walk.HALVED.first(cta, ctas, A.per, A.heads, A.requests)
 
     # The slot must be the first load: behind the copies it comes back a microsecond later.
-    numbers = blocks.at(Int32, stream.number_address(A, item.request, min(at.lane, 1), P), Int32(0))
-    M = allocate(P)
-    stream.ask_constants(A, M, at, P)
-    stream.ask_parameters(A, M, M, item, count > 0, count > 1, at, P)
-    gate_weights = cute.make_rmem_tensor(gate_product.WEIGHTS, Uint32)
-    taps = cute.make_rmem_tensor((2, CONV_WIDTH + 1), P.conv_dtype)
+    numbers = blocks.at(Int32, streaming.number_address(A, item.request, min(at.lane, 1), P), Int32(0))
+    M = smem.allocate(P.areas)
+    weights = streaming.weight_registers(P)
+    numbers, pending = ask_first(A, M, weights, item, numbers, count, at, P)
+
+    for index in cutlass.range(count, unroll=1):
+        at = streaming.place()
+        now = request_of(numbers)
+        n = fold.clamped(pending, P)
+        window = fold.window_of(A, now.page, n)
+        record = prologue.record_of(A, now.row, item.head)
+        following = M.numbers[min(at.lane, 1)]
+        if index + 1 == count:
+            following = Int32(0)
+        pending = pending_of(A, request_of(following))
+        turn = Turn(item, numbers, following, index, count)
+
+        prepare(A, M, weights, n, record, window, at, P)
+        if const_expr(P.layout == "taps"):
+            if now.page > 0:
+                streaming.store_window_major(A, M, window, item.head, at, P)
+        at = streaming.meet()
+
+        if const_expr(P.layout == "rows"):
+            if now.page > 0:
+                streaming.store_dim_first(A, M, window, item.head, at)
+        at = replay_item(A, M, weights, turn, n, pending, at, P)
+
+        later = streaming.after(A, item)
+        if later.head != item.head:
+            streaming.settle_weights(A, weights, at, P)
+        item, numbers = later, following
+
+
+@cute.jit
+def ask_first(
+    A: Arguments,
+    M: Smem,
+    weights: Weights,
+    item: walk.Item,
+    numbers: Int32,
+    count: Int32,
+    at: Place,
+    P: cutlass.Constexpr,
+) -> tuple[Int32, Int32]:
+    """A CTA's first item, of `count`: its operands are there, its state is asked for. Returns its numbers and its
+    pending tokens.
+    """
+    streaming.ask_constants(A, M, at, P)
+    streaming.ask_parameters(A, M, item, count > 0, count > 1, at, P)
     if const_expr(P.ahead):
         # So that nothing waits for the gate weights on its behalf.
         numbers = blocks.pinned(numbers)
-        ask_first(A, M, gate_weights, taps, numbers, item.head, at, P)
+        ask_first_state(A, M, weights, numbers, item.head, at, P)
     arch.griddepcontrol_wait()
     arch.griddepcontrol_launch_dependents()
-    stream.ask_projection(A, M, item, at, P)
+    streaming.ask_projection(A, M, item, at, P)
     numbers = blocks.pinned(numbers)
     pending = pending_of(A, request_of(numbers))
     start, asked = Int32(0), Int32(P.tokens)
@@ -335,74 +282,50 @@ def kda_fused_ws(A: Arguments, P: cutlass.Constexpr) -> None:
     if const_expr(P.ahead):
         arch.cp_async_wait_group(0)
     else:
-        ask_first(A, M, gate_weights, taps, numbers, item.head, at, P)
+        ask_first_state(A, M, weights, numbers, item.head, at, P)
         arch.cp_async_wait_group(P.staged)
     arch.sync_threads()
-    stream.settle_weights(A, gate_weights, taps, at, P)
+    streaming.settle_weights(A, weights, at, P)
+    return numbers, pending
 
-    for i in cutlass.range(count, unroll=1):
-        at = stream.place()
-        now = request_of(numbers)
-        n = fold.clamped(pending, P)
-        window = fold.window_of(A, now.page, n)
-        record = prologue.record_of(A, now.row, item.head)
-        following = M.numbers[min(at.lane, 1)]
-        if i + 1 == count:
-            following = Int32(0)
-        pending = pending_of(A, request_of(following))
 
-        raw = gate_product.raw_gates(gate_weights, M.f_a, at.lane, P)
-        exp_A = blocks.exp(M.A_log[0])
-        chunked.store_gammas(raw, M.gamma, M.dt_bias, exp_A, A.lower_bound, record, at.warp, at.lane, P)
-        if at.warp < chunked.CONVOLVING_WARPS:
-            cute.autovec_copy(M.taps[None, at.tid, None], taps)
-            chunked.convolve_with(taps, taps[None, CONV_WIDTH], M, M.qkv, window, record, at.tid, P)
-        else:
-            fold.weigh(M, n, exp_A, A.lower_bound, at.warp - chunked.CONVOLVING_WARPS, at.lane, P)
-        if const_expr(P.layout == "taps"):
-            if now.page > 0:
-                stream.store_taps(A, M, window, item.head, at, P)
-        at = stream.meet()
+@cute.jit
+def prepare(
+    A: Arguments, M: Smem, weights: Weights, n: Int32, record: Record, window: Window, at: Place, P: cutlass.Constexpr
+) -> None:
+    """Decays multiplied up; q, k and v, of a dim-first window rolled; the n pending tokens' weighed keys."""
+    raw = gate_product.raw_gates(weights.gate, M.f_a, at.lane, P)
+    exp_A = blocks.exp(M.A_log[0])
+    chunked.store_gammas(raw, M.gamma, M.dt_bias, exp_A, A.lower_bound, record, at.warp, at.lane, P)
+    if at.warp < chunked.CONVOLVING_WARPS:
+        cute.autovec_copy(M.taps[None, at.tid, None], weights.taps)
+        chunked.convolve_with(weights.taps, weights.taps[None, CONV_WIDTH], M, M.qkv, window, record, at.tid, P)
+    else:
+        fold.weigh(M, n, exp_A, A.lower_bound, at.warp - chunked.CONVOLVING_WARPS, at.lane, P)
 
-        if const_expr(P.layout == "rows"):
-            if now.page > 0:
-                stream.store_rows_window(A, M, window, item.head, at)
-        beta = M.beta[item.head % 2, min(at.lane % P.slots, P.tokens - 1)].to(Float32)
-        factors = chunked.output_factors(M.out_gate, M.norm_weight, at.warp, at.lane, P)
-        old = fold.old_corrections(M, n, at.warp, at.lane, P)
-        chunked.build_fragments(M.fragments, M.qkv, M.gamma, A.scale, at.warp, chunked.WARPS, at.lane, P)
-        at = stream.meet()
-        chunked.token_products(M.fragments, M.partials, at.warp, at.lane, P)
-        at = stream.meet()
-        if at.warp == chunked.SOLVER:
-            chunked.solve(M.partials, M.pairs, M.matrix, M.solution, blocks.sigmoid(beta), at.lane, P)
-        ask_next(A, M, item, request_of(following), pending, count - 1 - i, at, P)
-        stream.refresh_weights(A, gate_weights, taps, item, count - 1 - i, at, P)
 
-        sums = advance(A, M, item, i, request_of(numbers).page, n, old, request_of(following).page, P)
-        v = chunked.values(M.qkv, at.warp, at.lane, P)
-        at = stream.meet()
-        now = request_of(blocks.pinned(numbers))
-        record = prologue.record_of(A, now.row, item.head)
-        u, attended = chunked.finish(sums, v, M.solution, at.lane, P)
-        o = cute.make_rmem_tensor(4, Float32)
-        for j in range_constexpr(4):
-            o[j] = blocks.rounded(attended[j])
-            if now.page <= 0:
-                o[j] = Float32(0)
-                factors[j] = Float32(0)
-        chunked.store_squares(o, M.squares, at.warp, at.lane, P)
-        if record.row >= 0:
-            chunked.store_corrections(u, record.corrections, at.warp, at.lane, P)
-        arch.cp_async_wait_group(P.lines)
-        at = stream.meet()
-        results = stream.results_of(A, item, P)
-        chunked.store_outputs(o, factors, M.squares, A.eps, results, A.heads * HEAD_DIM, at.warp, at.lane, P)
-
-        later = stream.after(A, item)
-        if later.head != item.head:
-            stream.settle_weights(A, gate_weights, taps, at, P)
-        item, numbers = later, following
+@cute.jit
+def replay_item(
+    A: Arguments, M: Smem, weights: Weights, turn: Turn, n: Int32, pending: Int32, at: Place, P: cutlass.Constexpr
+) -> Place:
+    """Build, solve, ask, advance and finish. n: tokens to fold; pending: those of the item after."""
+    beta = M.beta[turn.item.head % 2, min(at.lane % P.slots, P.tokens - 1)].to(Float32)
+    factors = chunked.output_factors(M.out_gate, M.norm_weight, at.warp, at.lane, P)
+    old = fold.old_corrections(M, n, at.warp, at.lane, P)
+    chunked.build_fragments(M.fragments, M.qkv, M.gamma, A.scale, at.warp, chunked.WARPS, at.lane, P)
+    at = streaming.meet()
+    chunked.token_products(M.fragments, M.partials, at.warp, at.lane, P)
+    at = streaming.meet()
+    if at.warp == chunked.SOLVER:
+        chunked.solve(M.partials, M.pairs, M.matrix, M.solution, blocks.sigmoid(beta), at.lane, P)
+    ask_next(A, M, turn, pending, at, P)
+    streaming.refresh_weights(A, weights, turn, at, P)
+    sums = advance(A, M, turn, n, old, P)
+    v = chunked.values(M.qkv, at.warp, at.lane, P)
+    at = streaming.meet()
+    now = request_of(blocks.pinned(turn.numbers))
+    at = streaming.finish(A, M, turn.item, now.page, now.row, sums, v, factors, at, P)
+    return at
 
 
 @cute.jit
@@ -426,21 +349,18 @@ def pending_of(A: Arguments, request: Request) -> Int32:
 @cute.jit
 def ask_request(
     A: Arguments,
-    M: cutlass.Constexpr,
+    M: Smem,
     request: Request,
     head: Int32,
     n: Int32,
     tokens: Int32,
-    at: stream.Place,
+    at: Place,
     P: cutlass.Constexpr,
 ) -> None:
     """A request's window, of layout taps with n pending tokens, and the first `tokens` of its record."""
     if request.page > 0:
         window = fold.window_of(A, request.page, n)
-        if const_expr(P.layout == "rows"):
-            stream.ask_rows_window(A, M, window, head, at)
-        else:
-            stream.ask_taps(A, M, window, head, at)
+        streaming.ask_window(A, M, window, head, at, P)
     record = prologue.record_of(A, request.row, head)
     fold.load_keys(M, record, tokens, at.tid, P)
     units = 4 * HEAD_DIM // 16
@@ -455,44 +375,31 @@ def ask_request(
 
 
 @cute.jit
-def ask_next(
-    A: Arguments,
-    M: cutlass.Constexpr,
-    item: walk.Item,
-    request: Request,
-    pending: Int32,
-    left: Int32,
-    at: stream.Place,
-    P: cutlass.Constexpr,
-) -> None:
-    """All operands of the item after this one, as one group of copies.
-
-    request, pending   its
-    left               items after this one
-    """
-    if left > 0:
-        later = stream.after(A, item)
-        stream.ask_parameters(A, M, M, later, later.head != item.head, left > 1, at, P)
+def ask_next(A: Arguments, M: Smem, turn: Turn, pending: Int32, at: Place, P: cutlass.Constexpr) -> None:
+    """All operands of the item after this one, as one group of copies. pending: its tokens to fold."""
+    request = request_of(turn.following)
+    if turn.left > 0:
+        later = streaming.after(A, turn.item)
+        streaming.ask_parameters(A, M, later, later.head != turn.item.head, turn.left > 1, at, P)
         n = fold.clamped(pending, P)
         asked = n if const_expr(P.records == "pending") else Int32(P.tokens)
         ask_request(A, M, request, later.head, n, asked, at, P)
-        stream.ask_projection(A, M, later, at, P)
+        streaming.ask_projection(A, M, later, at, P)
     arch.cp_async_commit_group()
 
 
 @cute.jit
-def ask_first(
+def ask_first_state(
     A: Arguments,
-    M: cutlass.Constexpr,
-    gate_weights: cute.Tensor,
-    taps: cute.Tensor,
+    M: Smem,
+    weights: Weights,
     numbers: Int32,
     head: Int32,
-    at: stream.Place,
+    at: Place,
     P: cutlass.Constexpr,
 ) -> None:
     """A head's gate weights, and as much of a CTA's first state as there is room for, a group of copies per line."""
-    stream.load_weights(A, gate_weights, taps, head, Int32(0), at, P)
+    streaming.load_weights(A, weights, head, Int32(0), at, P)
     # Keeps these loads in front of the state's copies: behind them, they would come late.
     arch.sync_warp()
     page = request_of(numbers).page
@@ -503,50 +410,35 @@ def ask_first(
 
 
 @cute.jit
-def ask_line(
-    M: cutlass.Constexpr, state: Int64, line: Int32, turn: Int32, at: stream.Place, P: cutlass.Constexpr
-) -> None:
-    """A line of the state at an address, to its place of the ring: the line is the turn'th of the CTA's walk."""
-    cells = line_of(M, turn, P) + 16 * at.tid
+def ask_line(M: Smem, state: Int64, line: Int32, nth: Int32, at: Place, P: cutlass.Constexpr) -> None:
+    """A line of the state at an address, to its place of the ring: the line is the nth of the CTA's walk."""
+    cells = line_of(M, nth, P) + 16 * at.tid
     chunked.copy_line(cells, state, line, at.warp, at.lane, Int64(0), False, P)
 
 
 @cute.jit
-def line_of(M: cutlass.Constexpr, turn: Int32, P: cutlass.Constexpr) -> Int32:
-    return M.state.iterator.toint() + turn % P.staged * chunked.LINE_BYTES
+def line_of(M: Smem, nth: Int32, P: cutlass.Constexpr) -> Int32:
+    return M.state.iterator.toint() + nth % P.staged * chunked.LINE_BYTES
 
 
 @cute.jit
-def advance(
-    A: Arguments,
-    M: cutlass.Constexpr,
-    item: walk.Item,
-    index: Int32,
-    page: Int32,
-    n: Int32,
-    old: tuple[Uint32, ...],
-    following: Int32,
-    P: cutlass.Constexpr,
-) -> cute.Tensor:
-    """The state folded, stored if n > 0, and its products with the vectors.
-
-    index       of the item in the CTA's walk
-    page        slot of the item; following: of the next one
-    old         of `fold.old_corrections`
+def advance(A: Arguments, M: Smem, turn: Turn, n: Int32, old: tuple[Uint32, ...], P: cutlass.Constexpr) -> cute.Tensor:
+    """The state folded, stored if n > 0, and its products with the vectors. old: of `fold.old_corrections`.
 
     A line that was asked for before the next item's operands has as many younger groups as `staged`: its successors and
     the operands. One that was asked for since has one less.
     """
+    page, following = request_of(turn.numbers).page, request_of(turn.following).page
     # One chain of accumulations per tile in the place of two: the registers that it saves are those that would spill.
     total = cute.make_rmem_tensor((4, P.tiles), Float32)
     total.fill(Float32(0))
     sums = cute.make_tensor(total.iterator, cute.make_layout((4, 2, P.tiles), stride=(1, 0, 4)))
-    state = prologue.state_of(A, page, item.head, P)
-    next_state = prologue.state_of(A, following, stream.after(A, item).head, P)
+    state = prologue.state_of(A, page, turn.item.head, P)
+    next_state = prologue.state_of(A, following, streaming.after(A, turn.item).head, P)
     # Rolled: the compiler would put off the products of a line until the last one has arrived.
     for line in cutlass.range(P.lines, unroll=1):
-        at = stream.place()
-        turn = P.lines * index + line
+        at = streaming.place()
+        nth = P.lines * turn.index + line
         if const_expr(P.staged < P.lines):
             if line < P.staged:
                 arch.cp_async_wait_group(P.staged)
@@ -554,16 +446,19 @@ def advance(
                 arch.cp_async_wait_group(P.staged - 1)
         else:
             arch.cp_async_wait_group(P.staged)
-        fold.advance_line(sums, M, old, line_of(M, turn, P), state, n, line, at.warp, at.lane, P)
+        fold.advance_line(sums, M, old, line_of(M, nth, P), state, n, line, at.warp, at.lane, P)
         arch.sync_warp()  # all lanes have read it
         asked, live, source = line + P.staged, page, state
         if asked >= P.lines:
             asked, live, source = asked - P.lines, following, next_state
         if live > 0:
-            ask_line(M, source, asked, turn + P.staged, stream.place(), P)
+            ask_line(M, source, asked, nth + P.staged, streaming.place(), P)
         arch.cp_async_commit_group()
     both = chunked.accumulators(P)
     for tile in range_constexpr(P.tiles):
         for j in range_constexpr(4):
             both[j, 0, tile] = total[j, tile]
     return both
+
+
+_HOST = step.host_of(kda_fused_ws)

@@ -26,7 +26,7 @@ Source: docs/operation.md, "The mathematics, per item" and "The same, chunked".
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -48,7 +48,7 @@ from kda_kernels.step import Compiled
 KERNELS = ("kda_wide",)
 
 _THREADS = 32 * chunked.WARPS
-_GROUPS = 4
+_PIECES = 4
 """Pieces in which the rows of a decode or spec step arrive."""
 _PASSES = 2
 """A spec step's rows in turn: a thread keeps a pass's, of eight columns each, in registers."""
@@ -263,38 +263,27 @@ def kda_wide_record(A: Arguments, P: cutlass.Constexpr) -> None:
     row = blocks.at(Int32, A.record_rows, request)
 
     M = smem.allocate(P.areas)
-    wide_prologue.load_vectors(A, M, at, P)
-    arch.griddepcontrol_wait()
-    arch.griddepcontrol_launch_dependents()
-    wide_prologue.load_projection(A, M, request, at, P)
-    results = A.out + (Int64(request * P.tokens) * at.D + at.channel) * 2
+    results = begin(A, M, request, at, P)
     if page > 0:
-        window = conv_window.window_of(A, page, Int32(0))
-        conv_window.load_all(M, window, at, P)
-        arch.cp_async_commit_group()
+        window = ask_window(A, M, page, Int32(0), at, P)
         # So that nothing later waits for the weights on its behalf.
         row = blocks.pinned(row)
-        gate_weights = gate_product.registers(P)
-        taps = cute.make_rmem_tensor((2, CONV_WIDTH), P.conv_dtype)
-        bias = cute.make_rmem_tensor(2, P.conv_dtype)
-        gate_product.load(gate_weights, A.f_b + Int64(at.channel) * gate_product.ROW_BYTES, warp, lane, P)
-        wide_prologue.load_taps(A, taps, bias, at, P)
+        weights = load_weights(A, at, P)
         item = prologue.state_of(A, page, at.head, P)
         cells = M.state.iterator.toint() + at.tid * 16
         policy = blocks.evict_first() if const_expr(P.evict) else Int64(0)
         for line in range_constexpr(P.staged):
-            slot = cells + line * chunked.LINE_BYTES
-            chunked.copy_line(slot, item, Int32(line), warp, lane, policy, P.evict, P)
+            chunked.copy_line(cells + line * chunked.LINE_BYTES, item, Int32(line), warp, lane, policy, P.evict, P)
             arch.cp_async_commit_group()
         arch.cp_async_wait_group(P.staged)
         arch.sync_threads()
 
         record = prologue.record_of(A, row, at.head)
-        raw = gate_product.product(gate_weights, M.f_a, lane, P)
+        raw = gate_product.product(weights.gate, M.f_a, lane, P)
         exp_A = blocks.exp(M.A_log[0])
         chunked.store_gammas(raw, M.gamma, M.dt_bias, exp_A, A.lower_bound, record, warp, lane, P)
         if warp < chunked.CONVOLVING_WARPS:
-            chunked.convolve_with(taps, bias, M, M.qkv, window, record, at.tid, P)
+            chunked.convolve_with(weights.taps, weights.bias, M, M.qkv, window, record, at.tid, P)
         if const_expr(P.layout != "rows"):
             conv_window.store_all(M, window, at, P)
         arch.sync_threads()
@@ -314,12 +303,12 @@ def kda_wide_record(A: Arguments, P: cutlass.Constexpr) -> None:
         # Rolled: the compiler would put off the products of a line until the last one has arrived.
         for line in cutlass.range(P.lines, unroll=1):
             arch.cp_async_wait_group(P.staged - 1)
-            slot = cells + line % P.staged * chunked.LINE_BYTES
-            chunked.multiply_line(sums, slot, M.fragments, line, lane, P)
+            place = cells + line % P.staged * chunked.LINE_BYTES
+            chunked.multiply_line(sums, place, M.fragments, line, lane, P)
             if const_expr(P.staged < P.lines):
                 if line + P.staged < P.lines:
                     arch.sync_warp()
-                    chunked.copy_line(slot, item, line + P.staged, warp, lane, policy, P.evict, P)
+                    chunked.copy_line(place, item, line + P.staged, warp, lane, policy, P.evict, P)
             arch.cp_async_commit_group()
         v = chunked.values(M.qkv, warp, lane, P)
         # The solver comes last; nobody could be done before it.
@@ -335,9 +324,7 @@ def kda_wide_record(A: Arguments, P: cutlass.Constexpr) -> None:
         arch.sync_threads()
         chunked.store_outputs(o, factors, M.sums, A.eps, results, at.D, warp, lane, P)
     else:
-        arch.cp_async_commit_group()
-        arch.cp_async_wait_group(0)
-        prologue.store_zeros(results, at, P)
+        skip(results, at, P)
 
 
 @cute.kernel
@@ -350,30 +337,20 @@ def kda_wide_decode(A: Arguments, P: cutlass.Constexpr) -> None:
     page = blocks.at(Int32, A.slots + Int64(request) * A.slots_stride * 4, Int32(0))
 
     M = smem.allocate(P.areas)
-    wide_prologue.load_vectors(A, M, at, P)
-    arch.griddepcontrol_wait()
-    arch.griddepcontrol_launch_dependents()
-    wide_prologue.load_projection(A, M, request, at, P)
-    results = A.out + (Int64(request) * at.D + at.channel) * 2
+    results = begin(A, M, request, at, P)
     if page > 0:
-        window = conv_window.window_of(A, page, Int32(0))
-        conv_window.load_all(M, window, at, P)
-        arch.cp_async_commit_group()
-        gate_weights = gate_product.registers(P)
-        taps = cute.make_rmem_tensor((2, CONV_WIDTH), P.conv_dtype)
-        bias = cute.make_rmem_tensor(2, P.conv_dtype)
-        gate_product.load(gate_weights, A.f_b + Int64(at.channel) * gate_product.ROW_BYTES, warp, lane, P)
-        wide_prologue.load_taps(A, taps, bias, at, P)
+        window = ask_window(A, M, page, Int32(0), at, P)
+        weights = load_weights(A, at, P)
         item = prologue.state_of(A, page, at.head, P) + state_rows.first_cell(Int32(0), warp, lane, P)
         cells = M.state.iterator.toint() + at.tid * 16
-        stage_state(cells, item, P)
-        arch.cp_async_wait_group(_GROUPS)
+        ask_state(cells, item, P)
+        arch.cp_async_wait_group(_PIECES)
         arch.sync_threads()
 
-        raw = gate_product.product(gate_weights, M.f_a, lane, P)
+        raw = gate_product.product(weights.gate, M.f_a, lane, P)
         store_decay(raw, M, A.lower_bound, at, P)
         if warp < chunked.CONVOLVING_WARPS:
-            convolve_token(M, taps, bias, window, at, P)
+            convolve_token(M, weights, window, at, P)
         if const_expr(P.layout != "rows"):
             conv_window.store_all(M, window, at, P)
         arch.sync_threads()
@@ -393,15 +370,15 @@ def kda_wide_decode(A: Arguments, P: cutlass.Constexpr) -> None:
         if const_expr(P.layout == "rows"):
             conv_window.store_all(M, window, at, P)
 
-        # Lanes 8.. of a half-warp get o of rows 4 group + 2 (lane / 4 % 2) + half.
-        o = cute.make_rmem_tensor(_GROUPS, Float32)
-        for group in range_constexpr(_GROUPS):
-            arch.cp_async_wait_group(_GROUPS - 1 - group)
-            o[group] = advance_rows(cells, item, M, dk, dq, d, k, beta, kq, group, warp, lane, P)
+        # Lanes 8.. of a half-warp get o of rows 4 piece + 2 (lane / 4 % 2) + half.
+        o = cute.make_rmem_tensor(_PIECES, Float32)
+        for piece in range_constexpr(_PIECES):
+            arch.cp_async_wait_group(_PIECES - 1 - piece)
+            o[piece] = advance_rows(cells, item, M, dk, dq, d, k, beta, kq, piece, warp, lane, P)
         square = Float32(0)
-        for group in range_constexpr(_GROUPS):
-            o[group] = o[group].to(BFloat16).to(Float32)
-            square += o[group] * o[group]
+        for piece in range_constexpr(_PIECES):
+            o[piece] = o[piece].to(BFloat16).to(Float32)
+            square += o[piece] * o[piece]
         square += arch.shuffle_sync_bfly(square, offset=4)
         square += arch.shuffle_sync_bfly(square, offset=16)
         if lane == 8:
@@ -409,9 +386,7 @@ def kda_wide_decode(A: Arguments, P: cutlass.Constexpr) -> None:
         arch.sync_threads()
         normalize_rows(o, M, A.eps, results, warp, lane)
     else:
-        arch.cp_async_commit_group()
-        arch.cp_async_wait_group(0)
-        prologue.store_zeros(results, at, P)
+        skip(results, at, P)
 
 
 @cute.kernel
@@ -426,30 +401,20 @@ def kda_wide_spec(A: Arguments, P: cutlass.Constexpr) -> None:
     page, read = arch.shuffle_sync(slots, 0), arch.shuffle_sync(slots, start)
 
     M = smem.allocate(P.areas)
-    wide_prologue.load_vectors(A, M, at, P)
-    arch.griddepcontrol_wait()
-    arch.griddepcontrol_launch_dependents()
-    wide_prologue.load_projection(A, M, request, at, P)
-    results = A.out + (Int64(request * P.tokens) * at.D + at.channel) * 2
+    results = begin(A, M, request, at, P)
     if page > 0 and read > 0:
-        window = conv_window.window_of(A, page, start)
-        conv_window.load_all(M, window, at, P)
-        arch.cp_async_commit_group()
-        gate_weights = gate_product.registers(P)
-        taps = cute.make_rmem_tensor((2, CONV_WIDTH), P.conv_dtype)
-        bias = cute.make_rmem_tensor(2, P.conv_dtype)
-        gate_product.load(gate_weights, A.f_b + Int64(at.channel) * gate_product.ROW_BYTES, warp, lane, P)
-        wide_prologue.load_taps(A, taps, bias, at, P)
+        window = ask_window(A, M, page, start, at, P)
+        weights = load_weights(A, at, P)
         cells = M.state.iterator.toint() + at.tid * 16
-        stage_state(cells, prologue.state_of(A, read, at.head, P) + state_rows.first_cell(Int32(0), warp, lane, P), P)
-        arch.cp_async_wait_group(_GROUPS)
+        ask_state(cells, prologue.state_of(A, read, at.head, P) + state_rows.first_cell(Int32(0), warp, lane, P), P)
+        arch.cp_async_wait_group(_PIECES)
         arch.sync_threads()
 
-        raw = gate_product.product(gate_weights, M.f_a, lane, P)
+        raw = gate_product.product(weights.gate, M.f_a, lane, P)
         store_decays(raw, M, A.lower_bound, at, P)
         if warp < chunked.CONVOLVING_WARPS:
             none = Record(Int32(-1), Int64(0), Int64(0))
-            chunked.convolve_with(taps, bias, M, M.qkv, window, none, at.tid, P)
+            chunked.convolve_with(weights.taps, weights.bias, M, M.qkv, window, none, at.tid, P)
         if const_expr(P.layout != "rows"):
             conv_window.store_all(M, window, at, P)
         arch.sync_threads()
@@ -460,22 +425,66 @@ def kda_wide_spec(A: Arguments, P: cutlass.Constexpr) -> None:
         arch.sync_threads()
 
         for part in range_constexpr(_PASSES):
-            arch.cp_async_wait_group(_GROUPS - (part + 1) * (_GROUPS // _PASSES))
+            arch.cp_async_wait_group(_PIECES - (part + 1) * (_PIECES // _PASSES))
             advance_window(A, cells, M, slots, part, at, P)
         arch.sync_threads()
         normalize_tokens(M, A.eps, results, at, P)
     else:
-        arch.cp_async_commit_group()
-        arch.cp_async_wait_group(0)
-        prologue.store_zeros(results, at, P)
+        skip(results, at, P)
+
+
+class Weights(NamedTuple):
+    """A thread's weights in registers: for `gate_product.product`; (channel of two, tap); (channel of two)."""
+
+    gate: cute.Tensor
+    taps: cute.Tensor
+    bias: cute.Tensor
 
 
 @cute.jit
-def stage_state(cells: Int32, item: Int64, P: cutlass.Constexpr) -> None:
-    """Ask for this thread's cells, in GROUPS commits."""
+def begin(A: Arguments, M: Smem, request: Int32, at: Place, P: cutlass.Constexpr) -> Int64:
+    """Ask for all operands that need no slot. Returns where the item's results go, its first token's."""
+    wide_prologue.load_vectors(A, M, at, P)
+    arch.griddepcontrol_wait()
+    arch.griddepcontrol_launch_dependents()
+    wide_prologue.load_projection(A, M, request, at, P)
+    return A.out + (Int64(request * P.tokens) * at.D + at.channel) * 2
+
+
+@cute.jit
+def ask_window(A: Arguments, M: Smem, page: Int32, start: Int32, at: Place, P: cutlass.Constexpr) -> Window:
+    """The last of an item's operands but the state; a group of copies with what `begin` has asked for."""
+    window: Window = conv_window.window_of(A, page, start)
+    conv_window.load_all(M, window, at, P)
+    arch.cp_async_commit_group()
+    return window
+
+
+@cute.jit
+def load_weights(A: Arguments, at: Place, P: cutlass.Constexpr) -> Weights:
+    """Gate and convolution weights, in front of the state's copies."""
+    gate = gate_product.registers(P)
+    taps = cute.make_rmem_tensor((2, CONV_WIDTH), P.conv_dtype)
+    bias = cute.make_rmem_tensor(2, P.conv_dtype)
+    gate_product.load(gate, A.f_b + Int64(at.channel) * gate_product.ROW_BYTES, at.warp, at.lane, P)
+    wide_prologue.load_taps(A, taps, bias, at, P)
+    return Weights(gate, taps, bias)
+
+
+@cute.jit
+def skip(results: Int64, at: Place, P: cutlass.Constexpr) -> None:
+    """A null item: nobody leaves copies of `begin` behind; zeros."""
+    arch.cp_async_commit_group()
+    arch.cp_async_wait_group(0)
+    prologue.store_zeros(results, at, P)
+
+
+@cute.jit
+def ask_state(cells: Int32, item: Int64, P: cutlass.Constexpr) -> None:
+    """This thread's cells, a group of copies per piece."""
     policy = blocks.evict_first() if const_expr(P.evict) else Int64(0)
-    for group in range_constexpr(_GROUPS):
-        state_rows.ask_piece(cells, item, group * PIECE_ROWS, policy, P)
+    for piece in range_constexpr(_PIECES):
+        state_rows.ask_piece(cells, item, piece * PIECE_ROWS, policy, P)
         arch.cp_async_commit_group()
 
 
@@ -493,8 +502,7 @@ def store_decay(raw: tuple[Float32, ...], M: Smem, lower_bound: Float32, at: Pla
 @cute.jit
 def convolve_token(
     M: Smem,
-    taps: cute.Tensor,
-    bias: cute.Tensor,
+    weights: Weights,
     window: Window,
     at: Place,
     P: cutlass.Constexpr,
@@ -515,10 +523,10 @@ def convolve_token(
     words[HISTORY] = inputs[pair, part, P.history]
     values = cute.make_rmem_tensor(2, Float32)
     for i in range_constexpr(2):
-        y = bias[i].to(Float32)
+        y = weights.bias[i].to(Float32)
         for tap in range_constexpr(CONV_WIDTH):
             seen = blocks.high_half(words[tap]) if const_expr(i == 1) else blocks.low_half(words[tap])
-            y += taps[i, tap].to(Float32) * seen
+            y += weights.taps[i, tap].to(Float32) * seen
         values[i] = (y * blocks.sigmoid(y)).to(BFloat16).to(Float32)
     target = (3 if part == 2 else part) * pairs + pair
     vectors = cute.make_tensor(M.vectors.iterator, cute.make_layout((2, 4 * pairs), stride=(1, 2)))
@@ -549,19 +557,19 @@ def advance_rows(
     k: cute.Tensor,
     beta: Float32,
     kq: Float32,
-    group: cutlass.Constexpr,
+    piece: cutlass.Constexpr,
     warp: Int32,
     lane: Int32,
     P: cutlass.Constexpr,
 ) -> Float32:
-    """Rows 4 group + 2j + half, j < 2, by one token, from their cells back to their page.
+    """Rows 4 piece + 2j + half, j < 2, by one token, from their cells back to their page.
 
     Returns o of row j = lane / 4 % 2 in lanes 8.. of each half-warp.
     """
     S = cute.make_rmem_tensor((COLUMNS, 2), Float32)
     sums = cute.make_rmem_tensor(4, Float32)  # S dk of both rows, S dq of both
     for j in range_constexpr(2):
-        raw = state_rows.take_row(cells, 2 * group + j, P)
+        raw = state_rows.take_row(cells, 2 * piece + j, P)
         w, y = Float32(0), Float32(0)
         for i in range_constexpr(COLUMNS):
             S[i, j] = raw[i].to(Float32)
@@ -571,7 +579,7 @@ def advance_rows(
         sums[2 + j] = y
     # Lanes 0..3 of a half-warp get w of the first row, then of the second, then y of both.
     total = blocks.row_sums(sums, 4, LANES, lane)
-    row = 16 * warp + 4 * group + lane // 4 % 2 * 2 + lane // LANES
+    row = 16 * warp + 4 * piece + lane // 4 % 2 * 2 + lane // LANES
     u = beta * (M.vectors[3 * HEAD_DIM + row] - total)
     o = total + kq * arch.shuffle_sync_bfly(u, offset=8)
     for j in range_constexpr(2):
@@ -579,18 +587,18 @@ def advance_rows(
         raw = cute.make_rmem_tensor(COLUMNS, P.dtype)
         for i in range_constexpr(COLUMNS):
             raw[i] = (S[i, j] * d[i] + u_row * k[i]).to(P.dtype)
-        state_rows.store_row(raw, item + (4 * group + 2 * j) * HEAD_DIM * P.item_bytes, P)
+        state_rows.store_row(raw, item + (4 * piece + 2 * j) * HEAD_DIM * P.item_bytes, P)
     return o
 
 
 @cute.jit
 def normalize_rows(o: cute.Tensor, M: Smem, eps: Float32, results: Int64, warp: Int32, lane: Int32) -> None:
-    """RMSNorm and output gate; lane 8 + 4j + group of a half-warp stores that group's row."""
-    group = lane % 4
+    """RMSNorm and output gate; lane 8 + 4j + piece of a half-warp stores that piece's row."""
+    piece = lane % 4
     mine = o[0]
-    for g in range_constexpr(1, _GROUPS):
-        mine = o[g] if group == g else mine
-    row = 16 * warp + 4 * group + lane // 4 % 2 * 2 + lane // LANES
+    for g in range_constexpr(1, _PIECES):
+        mine = o[g] if piece == g else mine
+    row = 16 * warp + 4 * piece + lane // 4 % 2 * 2 + lane // LANES
     gated = M.norm_weight[row] * blocks.sigmoid(M.out_gate[row, 0].to(Float32))
     quads = cute.make_tensor(M.sums.iterator, cute.make_layout((4, 2), stride=(1, 4)))
     part = cute.make_rmem_tensor((4, 2), Float32)
