@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import cutlass.cute as cute
@@ -16,7 +16,7 @@ import simt_cluster
 import torch
 from compiled import odd
 
-from kda_kernels import arguments
+from kda_kernels import arguments, step
 from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import StepOperands, make_step
 from kda_kernels.problem import HEAD_DIM, Problem
@@ -60,6 +60,7 @@ def spec(shape: tuple[int, int, int] = (1, 256, 16), **choices: Any) -> split.Sp
         (problem("decode"), {"split": 8, "threads": 512}, "rows per warp"),
         (problem("decode"), {"split": 8, "lanes_per_row": 8, "threads": 256}, "rows per warp"),
         (problem("decode", requests=70_000), {}, "requests=70000"),
+        (problem("decode", lower_bound=None), {}, "the gate is unbounded"),
     ],
 )
 def test_unsupported(of: Problem, choices: dict[str, Any], reason: str) -> None:
@@ -175,7 +176,7 @@ def test_compiles_for_layouts_and_state_types(
     check_resources(split.compile(of, spec(shape), H200))
 
 
-def check_resources(compiled: split.Compiled) -> None:
+def check_resources(compiled: step.Compiled) -> None:
     resources, p = compiled.resources, compiled.plan
     assert split.KERNELS[0] in compiled.binary.symbol
     assert resources.stack_bytes == 0
@@ -196,7 +197,7 @@ def test_sizes_share_a_binary() -> None:
 def test_no_cluster_barrier_asks_how_it_was_launched(tmp_path: Path) -> None:
     p = split.plan(problem("decode"), spec(SHAPES[4]))
     options = f"--keep-ptx --dump-dir={tmp_path} --gpu-arch sm_90a"
-    ptx = cute.compile(split._host, arguments.placeholder(), p, options=options).__ptx__
+    ptx = cute.compile(split._HOSTS["recurrence"], arguments.placeholder(), p, options=options).__ptx__
     assert ".reqnctapercluster 4, 1, 1" in ptx
 
 
@@ -233,8 +234,13 @@ def test_launch_names_operands_that_do_not_fit(change: Any, named: str) -> None:
 
 # Whole steps on the CPU, the CTAs of a cluster side by side.
 @pytest.fixture(scope="module")
-def emulated() -> Any:
-    return simt_cluster.load("split")["split"]
+def modules() -> dict[str, ModuleType]:
+    return simt_cluster.load("split")
+
+
+@pytest.fixture
+def emulated(modules: dict[str, ModuleType]) -> ModuleType:
+    return modules["split"]
 
 
 @pytest.mark.parametrize(
@@ -270,19 +276,20 @@ def test_nothing_is_overwritten_by_what_comes_early(emulated: Any, monkeypatch: 
 
 @pytest.mark.parametrize(("more", "found"), [(-4, "4 bytes more came"), (4, "deadlock")])
 def test_emulation_notices_wrong_counts_of_bytes(
-    emulated: Any, monkeypatch: pytest.MonkeyPatch, more: int, found: str
+    modules: Any, monkeypatch: pytest.MonkeyPatch, more: int, found: str
 ) -> None:
-    expect = emulated.arch.mbarrier_arrive_and_expect_tx
-    monkeypatch.setattr(emulated.arch, "mbarrier_arrive_and_expect_tx", lambda b, nbytes: expect(b, nbytes + more))
+    arch = modules["blocks"].arch
+    expect = arch.mbarrier_arrive_and_expect_tx
+    monkeypatch.setattr(arch, "mbarrier_arrive_and_expect_tx", lambda b, nbytes: expect(b, nbytes + more))
     with pytest.raises(RuntimeError, match=found):
-        emulate_exchange(emulated)
+        emulate_exchange(modules["split"])
 
 
-def test_copies_fill_lines_in_order(emulated: Any) -> None:
+def test_copies_fill_lines_in_order(modules: Any) -> None:
     """Staged state and gate weights: eight lanes copy 128 neighbouring bytes to the same 128."""
     for shape in SHAPES[:1] + SHAPES[3:5]:
-        P = emulated.plan(problem("decode"), emulated.Spec(*shape, staging="shared"))
-        lanes = [asked_state(emulated, lane, P) for lane in range(32)]
+        P = modules["split"].plan(problem("decode"), spec(shape, staging="shared"))
+        lanes = [asked_state(modules["split_recurrence"], lane, P) for lane in range(32)]
         for copies in zip(*lanes, strict=True):
             for first in range(0, 32, 8):
                 shared, source, nbytes = zip(*copies[first : first + 8], strict=True)

@@ -14,9 +14,10 @@ import pytest
 import simt
 import simt_cluster
 import torch
-from compiled import sass_of
+from compiled import Recorder, sass_of
 
 from kda_kernels import arguments
+from kda_kernels.device import cubin
 from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import make_step
 from kda_kernels.problem import Problem
@@ -52,6 +53,7 @@ def problem(tokens: int = 8, state_dtype: Any = "fp32", **sizes: Any) -> Problem
         (problem(), {"conv_weight_dtype": "fp16"}, "conv_weight_dtype='fp16'"),
         (problem(), {"window": 9}, "window=9 must lie in 10..16"),
         (problem(requests=70_000), {}, "requests=70000"),
+        (problem(lower_bound=-8.0), {}, "lower_bound=-8.0 is too low for 8 tokens"),
     ],
 )
 def test_unsupported(of: Problem, choices: dict[str, Any], reason: str) -> None:
@@ -63,7 +65,7 @@ def test_unsupported(of: Problem, choices: dict[str, Any], reason: str) -> None:
 
 
 def test_shared_memory_is_checked() -> None:
-    found = split_chunked.unsupported(problem(), spec(1, 256), Gpu("sm_90a", 132, smem_per_block=50_000))
+    found = split.unsupported(problem(), spec(1, 256), Gpu("sm_90a", 132, smem_per_block=50_000))
     assert found is not None
     assert "shared memory" in found
 
@@ -72,8 +74,9 @@ def test_shared_memory_is_checked() -> None:
 @pytest.mark.parametrize("shape", split_chunked.SHAPES)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_threads_cover_their_parts_once(shape: tuple[int, int], tokens: int, dtype: str) -> None:
-    p = split_chunked.plan(problem(tokens, dtype), spec(*shape))
-    assert split_chunked.unsupported(problem(tokens, dtype), spec(*shape), H200) is None
+    p = split.plan(problem(tokens, dtype), spec(*shape))
+    assert isinstance(p, split_chunked.Plan)
+    assert split.unsupported(problem(tokens, dtype), spec(*shape), H200) is None
     # A warp multiplies whole cells, and every warp takes part in both products.
     assert p.row_tiles * p.column_parts == p.warps
     assert p.steps * p.column_parts == p.pair_steps * p.warps == 8
@@ -102,9 +105,12 @@ def test_threads_cover_their_parts_once(shape: tuple[int, int], tokens: int, dty
 
 
 @pytest.fixture(scope="module")
-def emulated() -> ModuleType:
-    modules: dict[str, Any] = simt_cluster.load("split", "split_chunked")
-    modules["split"]._chunked = lambda: modules["split_chunked"]
+def modules() -> dict[str, ModuleType]:
+    return simt_cluster.load("split")
+
+
+@pytest.fixture
+def emulated(modules: dict[str, ModuleType]) -> ModuleType:
     return modules["split"]
 
 
@@ -151,10 +157,10 @@ def test_nothing_is_overwritten_by_what_comes_early(emulated: ModuleType, monkey
     assert emulate(emulated, of, spec, draw, seed=2) is None
 
 
-def test_emulation_notices_missing_barriers(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(emulated.arch, "sync_threads", lambda: None)
+def test_emulation_notices_missing_barriers(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modules["blocks"].arch, "sync_threads", lambda: None)
     try:
-        found = emulate(emulated, problem(2), spec(4, 128), {}, seed=3)
+        found = emulate(modules["split"], problem(2), spec(4, 128), {}, seed=3)
     except (AssertionError, RuntimeError) as error:
         found = str(error)
     assert found is not None
@@ -180,9 +186,9 @@ def test_unnormalized_pairs_in_two_terms_give_norms_and_corrections(decays: floa
 
 
 def check_resources(of: Problem, spec: split.Spec, gpu: Gpu) -> None:
-    binary, p = split_chunked.build(of, spec, gpu)
-    found = binary.resources
-    assert split_chunked.KERNELS[0] in binary.symbol
+    compiled = split.compile(of, spec, gpu)
+    binary, p, found = compiled.binary, compiled.plan, compiled.resources
+    assert "kda_split_chunked" in binary.symbol
     assert found.stack_bytes == 0
     assert (found.threads, found.cluster) == (p.threads, p.split)
     assert found.smem_bytes == p.smem_bytes
@@ -218,7 +224,7 @@ def test_compiles_for_blackwell(arch: str, shape: tuple[int, int]) -> None:
 
 
 def test_products_and_sends_are_what_they_should_be(tmp_path: Path) -> None:
-    text = sass_of(split_chunked.build(problem(), spec(8, 128), H200)[0].image, tmp_path)
+    text = sass_of(split.compile(problem(), spec(8, 128), H200).binary.image, tmp_path)
     # Gate 8; pairs and state: 2 steps of 2 tiles, 3 products each.
     assert len(re.findall(r"\bHMMA\.16816\.F32\.BF16\b", text)) == 8 + 12 + 12
     assert len(re.findall(r"\bSTAS\.128\b", text)) == 2 * 7
@@ -230,22 +236,28 @@ def test_products_and_sends_are_what_they_should_be(tmp_path: Path) -> None:
 
 
 def test_sizes_share_a_binary_and_the_order_of_loads_does_not() -> None:
-    first, _ = split_chunked.build(problem(), spec(), H200)
-    second, _ = split_chunked.build(problem(requests=300, heads=96), spec(), H200)
-    chained, _ = split_chunked.build(problem(), spec(pdl=True), H200)
+    first = split.compile(problem(), spec(), H200).binary
+    second = split.compile(problem(requests=300, heads=96), spec(), H200).binary
+    chained = split.compile(problem(), spec(pdl=True), H200).binary
     assert second == first  # the time it took to compile is part of it
     assert chained.image != first.image
 
 
-def test_grid_and_operands() -> None:
-    of = problem(5)
-    p = split_chunked.plan(of, spec(4, 128))
-    assert split_chunked.grid(p, 6, 9) == (24, 9, 1)
+def test_grid_and_operands(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    monkeypatch.setattr(cubin, "launcher", lambda binary: recorder)
+    of = problem(5, requests=9)
+    compiled = split.compile(of, spec(4, 128), H200)
     operands = make_step(of, seed=0, device="cpu", pad=16)
-    split_chunked.check(p, operands)
+    split.launch(compiled, operands, 0)
+    assert recorder.grid == (24, 9, 1)
+
+    def launch(**changed: Any) -> None:
+        split.launch(compiled, replace(operands, **changed), 0)
+
     with pytest.raises(ValueError, match=r"lower_bound=-13\.0 is too low for 5 tokens"):
-        split_chunked.check(p, replace(operands, lower_bound=-13.0))
+        launch(lower_bound=-13.0)
     with pytest.raises(ValueError, match="lower_bound is None"):
-        split_chunked.check(p, replace(operands, lower_bound=None))
+        launch(lower_bound=None)
     with pytest.raises(ValueError, match=r"^state "):
-        split_chunked.check(p, replace(operands, state=operands.state.bfloat16()))
+        launch(state=operands.state.bfloat16())

@@ -14,6 +14,8 @@ from cutlass._mlir.dialects import llvm
 
 arch = cute.arch
 
+UNIT = 8
+"""bf16 elements of a 16-byte copy."""
 LOG2E = 1.4426950408889634
 KEY_EPS = 1e-6
 """Added to |q|^2 and |k|^2."""

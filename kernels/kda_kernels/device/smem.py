@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, make_dataclass
+from itertools import zip_longest
 from math import prod
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint8
+from cutlass import Int32, Int64, Uint8
 from cutlass.memory import SmemAllocator
 
 from kda_kernels.problem import ceil_div
@@ -43,6 +44,7 @@ class Area:
 
     shape    of a compact layout, first index fastest; or a layout, then `nbytes` must be given
     inside   name of the area whose bytes it shares, from `skip` bytes on; "": it has its own
+    align    of an area of its own: what nobody copies to, and is small, may stand closer
     """
 
     dtype: Any
@@ -50,11 +52,23 @@ class Area:
     inside: str = ""
     skip: int = 0
     nbytes: int = -1
+    align: int = ALIGNMENT
 
     def __post_init__(self) -> None:
         if self.nbytes < 0:
             count = prod(self.shape) if isinstance(self.shape, tuple) else self.shape
             object.__setattr__(self, "nbytes", count * self.dtype.width // 8)
+
+
+@dataclass(frozen=True)
+class Barriers(Area):
+    """mbarriers. What `allocate` gives for them is a pointer to the first: functions take such.
+
+    As the last area they end without what would align another one.
+    """
+
+    dtype: Any = Int64
+    shape: Any = 1
 
 
 Areas = Mapping[str, Area]
@@ -66,7 +80,15 @@ def sizes(areas: Areas) -> dict[str, int]:
     for name, area in areas.items():
         owner = area.inside or name
         found[owner] = max(found.get(owner, 0), area.skip + area.nbytes)
-    return {name: ALIGNMENT * ceil_div(size, ALIGNMENT) for name, size in found.items() if size}
+    owners = [name for name, size in found.items() if size]
+    padded, start = {}, 0
+    for name, following in zip_longest(owners, owners[1:], fillvalue=""):
+        align = areas[following or name].align
+        end = start + found[name]
+        if following or not isinstance(areas[name], Barriers):
+            end = align * ceil_div(end, align)
+        padded[name], start = end - start, end
+    return padded
 
 
 def total(areas: Areas) -> int:
@@ -82,9 +104,28 @@ def allocate(areas: Areas, align: int = 16) -> Any:
     allocator = SmemAllocator()
     starts = {}
     for name, size in sizes(areas).items():
-        area = allocator.allocate_tensor(Uint8, cute.make_layout(size), byte_alignment=ALIGNMENT)
+        area = allocator.allocate_tensor(Uint8, cute.make_layout(size), byte_alignment=areas[name].align)
         starts[name] = (area.iterator.toint(), 0)
     return _views(areas, starts, align)
+
+
+def allocate_as_they_are(areas: Areas) -> Any:
+    """Areas each allocated with its own type and alignment, by which the compiler then orders loads and addresses.
+
+    Raises ValueError for an area inside another one that isn't of its type or doesn't start where it does.
+    """
+    allocator = SmemAllocator()
+    views: dict[str, Any] = {}
+    for name, area in areas.items():
+        layout = cute.make_layout(area.shape)
+        if area.inside:
+            if area.skip or area.dtype is not areas[area.inside].dtype:
+                raise ValueError(f"{name} must begin {area.inside}, in its type")
+            views[name] = cute.make_tensor(views[area.inside].iterator, layout)
+        else:
+            tensor = allocator.allocate_tensor(area.dtype, layout, byte_alignment=area.align)
+            views[name] = tensor.iterator if isinstance(area, Barriers) else tensor
+    return _bundle(views)
 
 
 def allocate_together(areas: Areas, align: int = 16, last: Collection[str] = ()) -> Any:
@@ -118,6 +159,11 @@ def _views(areas: Areas, starts: Mapping[str, tuple[Int32, int]], align: int) ->
         pointer = cute.make_ptr(
             area.dtype, address + (offset + area.skip), cutlass.AddressSpace.smem, assumed_align=align
         )
-        views[name] = cute.make_tensor(pointer, cute.make_layout(area.shape))
+        barriers = isinstance(area, Barriers)
+        views[name] = pointer if barriers else cute.make_tensor(pointer, cute.make_layout(area.shape))
+    return _bundle(views)
+
+
+def _bundle(views: dict[str, Any]) -> Any:
     # Frozen: the tracer takes any other object apart, and then a tensor made outside a loop isn't seen in it.
     return make_dataclass("Smem", views, frozen=True)(**views)

@@ -22,7 +22,9 @@ from cutlass import BFloat16, Int32, Int64, const_expr, range_constexpr
 
 from kda_kernels.arguments import Arguments
 from kda_kernels.device import blocks
-from kda_kernels.parts.prologue import UNIT, Place
+from kda_kernels.device.blocks import UNIT
+from kda_kernels.device.smem import Smem
+from kda_kernels.parts.prologue import Place
 from kda_kernels.problem import CONV_WIDTH, HISTORY, ceil_div
 
 _WARP_CHANNELS = 64
@@ -46,7 +48,7 @@ def window_of(A: Arguments, page: Int32, start: Int32) -> Window:
 
 
 @cute.jit
-def load_own(M: cutlass.Constexpr, window: Window, at: Place, P: cutlass.Constexpr) -> None:
+def load_own(M: Smem, window: Window, at: Place, P: cutlass.Constexpr) -> None:
     """What of the window this warp convolves."""
     base = M.window.iterator.toint()
     if const_expr(P.layout == "rows"):
@@ -66,7 +68,7 @@ def load_own(M: cutlass.Constexpr, window: Window, at: Place, P: cutlass.Constex
 
 
 @cute.jit
-def store_own(M: cutlass.Constexpr, window: Window, at: Place, P: cutlass.Constexpr) -> None:
+def store_own(M: Smem, window: Window, at: Place, P: cutlass.Constexpr) -> None:
     """The two inputs before this step's, then these, as the first tokens+2 entries; a warp those of its channels."""
     if const_expr(P.layout == "rows"):
         for i in range_constexpr(_own_units(P)):
@@ -142,7 +144,7 @@ def _own_cell(
 
 
 @cute.jit
-def load_all(M: cutlass.Constexpr, window: Window, at: Place, P: cutlass.Constexpr) -> None:
+def load_all(M: Smem, window: Window, at: Place, P: cutlass.Constexpr) -> None:
     if const_expr(P.layout == "rows"):
         units = P.rows // UNIT * window.channel_stride  # of one of q, k, v
         base = M.window.iterator.toint()
@@ -162,7 +164,7 @@ def load_all(M: cutlass.Constexpr, window: Window, at: Place, P: cutlass.Constex
 
 
 @cute.jit
-def load_elements(M: cutlass.Constexpr, window: Window, at: Place, P: cutlass.Constexpr) -> None:
+def load_elements(M: Smem, window: Window, at: Place, P: cutlass.Constexpr) -> None:
     """Of layout any, as `load_all`."""
     total = HISTORY * 3 * P.rows
     flat = cute.make_tensor(M.window.iterator, cute.make_layout(total))
@@ -181,7 +183,7 @@ def _element_address(window: Window, index: Int32, first: Int32, at: Place, P: c
 
 
 @cute.jit
-def store_all(M: cutlass.Constexpr, window: Window, at: Place, P: cutlass.Constexpr) -> None:
+def store_all(M: Smem, window: Window, at: Place, P: cutlass.Constexpr) -> None:
     """The two inputs before this step's, then these, as the first tokens+2 entries."""
     if const_expr(P.layout == "rows"):
         units = P.rows // UNIT * window.channel_stride
@@ -195,7 +197,7 @@ def store_all(M: cutlass.Constexpr, window: Window, at: Place, P: cutlass.Conste
 
 
 @cute.jit
-def store_entries(M: cutlass.Constexpr, window: Window, at: Place, P: cutlass.Constexpr) -> None:
+def store_entries(M: Smem, window: Window, at: Place, P: cutlass.Constexpr) -> None:
     """Of layouts taps and any, as `store_all`."""
     total = (P.tokens + 2) * 3 * P.rows
     entries = M.x.iterator + 3 * P.rows
@@ -224,7 +226,7 @@ def store_unit(source: cute.Pointer, unit: Int32, units: cutlass.Constexpr, addr
 
 
 @cute.jit
-def take_history(past: cute.Tensor, M: cutlass.Constexpr, window: Window, channel: Int32) -> None:
+def take_history(past: cute.Tensor, M: Smem, window: Window, channel: Int32) -> None:
     """Entries start .. start+2, (channel of two, entry), of a window of layout rows.
 
     channel   the first of the two, of the CTA's 3 * rows
@@ -237,7 +239,7 @@ def take_history(past: cute.Tensor, M: cutlass.Constexpr, window: Window, channe
 
 
 @cute.jit
-def inputs_by_pair(M: cutlass.Constexpr, P: cutlass.Constexpr) -> cute.Tensor:
+def inputs_by_pair(M: Smem, P: cutlass.Constexpr) -> cute.Tensor:
     """M.x as (channel of two, pair, part, entry)."""
     pairs = P.rows // 2
     layout = cute.make_layout((2, pairs, 3, P.history + P.tokens), stride=(1, 2, P.rows, 3 * P.rows))
@@ -246,7 +248,7 @@ def inputs_by_pair(M: cutlass.Constexpr, P: cutlass.Constexpr) -> cute.Tensor:
 
 @cute.jit
 def take_weights(
-    weight: cute.Tensor, bias: cute.Tensor, M: cutlass.Constexpr, pair: Int32, part: Int32, P: cutlass.Constexpr
+    weight: cute.Tensor, bias: cute.Tensor, M: Smem, pair: Int32, part: Int32, P: cutlass.Constexpr
 ) -> None:
     """Taps (2, 4) and bias (2) of two channels."""
     pairs = P.rows // 2
@@ -263,7 +265,7 @@ def take_weights(
 def take_past(
     past: cute.Tensor,
     x: cute.Tensor,
-    M: cutlass.Constexpr,
+    M: Smem,
     window: Window,
     group: Int32,
     pair: Int32,
@@ -288,7 +290,7 @@ def take_past(
 def roll(
     past: cute.Tensor,
     x: cute.Tensor,
-    M: cutlass.Constexpr,
+    M: Smem,
     window: Window,
     pair: Int32,
     part: Int32,

@@ -2,8 +2,15 @@
 
 Serves KdaSplit in both forms, KdaFused, KdaWide, KdaStream. A CTA has `rows` state rows of an item, and as many
 channels of each of q, k, v, output gate and gate features: all 128, or in a cluster its share.
-Rows in shared memory are dense; 16-byte unit u of a swizzled row r lies at place u ^ (r % 8) of it.
-The convolution's window: `kda_kernels.parts.conv_window`.
+Rows in shared memory are dense; 16-byte unit u of a swizzled row r lies at place u ^ (r % 8) of it. Of a kernel's areas
+the functions here and in `conv_window` fill or read
+  x            [history + tokens, 3, rows] bf16, q, k and v; behind the window's last entries, unless it is copied whole
+  window       [3, rows, entries] bf16, where it is copied whole; else the first entries of x
+  f_a          [tokens, K] bf16, swizzled where tensor cores read it
+  out_gate     [tokens, rows] bf16
+  beta         [tokens, 2] bf16, of an even head and its neighbour
+  taps, bias   [3, 4, rows] and [3, rows] of the convolution
+  barriers     of a cluster
 """
 
 from __future__ import annotations
@@ -17,10 +24,10 @@ from cutlass import BFloat16, Int32, Int64, const_expr, range_constexpr
 
 from kda_kernels.arguments import Arguments
 from kda_kernels.device import blocks
+from kda_kernels.device.blocks import UNIT as UNIT
+from kda_kernels.device.smem import Smem
 from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, ceil_div
 
-UNIT = 8
-"""bf16 elements of a 16-byte copy."""
 SPLITS = (1, 2, 4, 8)
 """CTAs that can share an item, as a cluster."""
 SM_SMEM = 233_472
@@ -58,6 +65,35 @@ class Place(NamedTuple):
     head: Int32
     channel: Int32
     D: Int32
+
+
+@cute.jit
+def place_anew(A: Arguments, P: cutlass.Constexpr) -> tuple[Place, Int32]:
+    """Where a thread of a cluster works, and its request, read again: kept from the start of the kernel they would take
+    registers that are needed elsewhere."""
+    column, request = blocks.special("%ctaid.x"), blocks.special("%ctaid.y")
+    tid = blocks.special("%tid.x")
+    rank, head = column % P.split, column // P.split
+    at = Place(tid, tid // 32, tid % 32, rank, head, head * HEAD_DIM + rank * P.rows, A.heads * HEAD_DIM)
+    return at, request
+
+
+@cute.jit
+def slots_of(A: Arguments, request: Int32) -> Int64:
+    """Address of a request's slots."""
+    return A.slots + Int64(request) * A.slots_stride * 4
+
+
+@cute.jit
+def projected_of(A: Arguments, request: Int32, P: cutlass.Constexpr) -> Int64:
+    """Address of a request's first row of the projection."""
+    return A.projected + Int64(request * P.tokens) * A.pitch * 2
+
+
+@cute.jit
+def results_of(A: Arguments, request: Int32, at: Place, P: cutlass.Constexpr) -> Int64:
+    """Address of the CTA's channels of a request's first token in `out`."""
+    return A.out + (Int64(request * P.tokens) * at.D + at.channel) * 2
 
 
 class Record(NamedTuple):
@@ -128,12 +164,21 @@ def join_cluster(barriers: cute.Pointer, received: cutlass.Constexpr, tid: Int32
 
 
 @cute.jit
-def wait(M: cutlass.Constexpr, barrier: cutlass.Constexpr, P: cutlass.Constexpr) -> None:
+def wait(M: Smem, barrier: cutlass.Constexpr, P: cutlass.Constexpr) -> None:
     """Wait for all that the CTAs of the cluster send to one of this CTA's mbarriers."""
     if const_expr(P.spin):
         blocks.poll(M.barriers + barrier, 0)
     else:
         arch.mbarrier_wait(M.barriers + barrier, 0)
+
+
+@cute.jit
+def meet(M: Smem, barrier: cutlass.Constexpr, P: cutlass.Constexpr) -> None:
+    """`wait`, or where a CTA is alone a barrier of its threads."""
+    if const_expr(P.split > 1):
+        wait(M, barrier, P)
+    else:
+        arch.sync_threads()
 
 
 @dataclass(frozen=True)
@@ -206,6 +251,40 @@ def _unit_places(
 
 
 @cute.jit
+def copy_rows_anew(
+    shared: cute.Pointer,
+    address: Int64,
+    outer_bytes: Int64,
+    inner_bytes: Int64,
+    R: cutlass.Constexpr,
+    at: Place,
+    P: cutlass.Constexpr,
+) -> None:
+    """`copy_rows` with the addresses of each unit found anew: fewer registers, more instructions."""
+    total = R.outer * R.inner * R.units
+    thread = (at.tid + (P.threads - R.first % P.threads)) % P.threads
+    for i in range_constexpr(ceil_div(total, P.threads)):
+        unit = thread + i * P.threads
+        if const_expr((i + 1) * P.threads <= total):
+            _copy_unit_anew(shared, address, outer_bytes, inner_bytes, unit, R)
+        else:
+            if unit < total:
+                _copy_unit_anew(shared, address, outer_bytes, inner_bytes, unit, R)
+
+
+@cute.jit
+def _copy_unit_anew(
+    shared: cute.Pointer, address: Int64, outer_bytes: Int64, inner_bytes: Int64, unit: Int32, R: cutlass.Constexpr
+) -> None:
+    row, u = unit // R.units, unit % R.units
+    source = address + Int64(row // R.inner) * outer_bytes + Int64(row % R.inner) * inner_bytes + u * 16
+    place = unit
+    if const_expr(R.swizzled):
+        place = row * R.units + (u ^ (row % 8))
+    copy_unit(shared.toint() + place * 16, source, R.wide)
+
+
+@cute.jit
 def copy_unit(shared: Int32, address: Int64, wide: cutlass.Constexpr) -> None:
     """16 bytes: by cp.async, or element by element from any even address."""
     if const_expr(wide):
@@ -222,7 +301,7 @@ def copy_unit(shared: Int32, address: Int64, wide: cutlass.Constexpr) -> None:
 def load_taps(
     copy: cutlass.Constexpr,
     A: Arguments,
-    M: cutlass.Constexpr,
+    M: Smem,
     row_bytes: Int64,
     first: cutlass.Constexpr,
     at: Place,
@@ -230,7 +309,7 @@ def load_taps(
 ) -> None:
     """Convolution weight and bias of the CTA's channels to M.taps [3, 4, rows] and M.bias [3, rows], zero for none.
 
-    copy        `copy_rows`, or what stands for it
+    copy        `copy_rows` or `copy_rows_anew`
     row_bytes   of a tap of D channels
     Threads from `first` on take `tap_units` units.
     """
@@ -256,7 +335,7 @@ def tap_units(P: Any) -> int:
 @cute.jit
 def load_projection(
     copy: cutlass.Constexpr,
-    M: cutlass.Constexpr,
+    M: Smem,
     projected: Int64,
     pitch: Int64,
     at: Place,
@@ -264,7 +343,7 @@ def load_projection(
 ) -> None:
     """The CTA's channels of q, k, v and output gate of all tokens, f_a, beta.
 
-    copy        `copy_rows`, or what stands for it
+    copy        `copy_rows` or `copy_rows_anew`
     projected   address of the request's first row
     f_a is swizzled unless gate_mode is 2.
     """
@@ -283,7 +362,7 @@ def load_projection(
 
 
 @cute.jit
-def load_beta(M: cutlass.Constexpr, f_a: Int64, row_bytes: Int64, at: Place, P: cutlass.Constexpr) -> None:
+def load_beta(M: Smem, f_a: Int64, row_bytes: Int64, at: Place, P: cutlass.Constexpr) -> None:
     """Of all tokens, by the last threads. f_a: address of the first token's, behind which beta lies."""
     t = P.threads - 1 - at.tid
     if t < P.tokens:

@@ -1,6 +1,6 @@
-"""KDA record steps, chunked: a cluster of `split` CTAs per item, state rows in registers, products on tensor cores.
+"""KdaSplit chunked, kind record: all tokens of a window at once, products on tensor cores.
 
-Operands as in `kda_kernels.variants.split`, of whose kernels this is the one for `form="chunked"`.
+Operands: `kda_kernels.variants.split`, of whose kernels this is the one for `form="chunked"`.
 
 CTA r of a cluster owns rows, channels and gate features r*128/split .. of its item:
   load      slot; weights, projection, window (cp.async); state cells (LDG, in flight until `multiply`)
@@ -22,23 +22,22 @@ Source: docs/operation.md, "The same, chunked"; layouts of cells and fragments: 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
-from cutlass.memory import SmemAllocator
 
-from kda_kernels import arguments
-from kda_kernels.device import blocks, cubin
+from kda_kernels.arguments import Arguments
+from kda_kernels.device import blocks, smem
+from kda_kernels.device.blocks import UNIT
 from kda_kernels.device.gpu import Gpu
-from kda_kernels.operands import StepOperands
+from kda_kernels.device.smem import Area, Barriers, Smem
 from kda_kernels.parts import chunked, conv_window, prologue
+from kda_kernels.parts.cluster import ClusterPlan
 from kda_kernels.parts.conv_window import Window
-from kda_kernels.parts.prologue import ALIGNMENT, UNIT, Operands, Place, Record, Rows
-from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, HISTORY, Problem, ceil_div
-
-KERNELS = ("kda_split_chunked",)
+from kda_kernels.parts.prologue import Place, Record, Rows, copy_rows_anew
+from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, HISTORY, ceil_div
 
 SHAPES = ((1, 256), (2, 128), (2, 256), (4, 128), (4, 256), (8, 128))
 """split, threads."""
@@ -51,68 +50,24 @@ GMEM = cutlass.AddressSpace.gmem
 SMEM = cutlass.AddressSpace.smem
 
 
-class Choices(Protocol):
-    """The fields of `split.Spec` that matter here. gate_mode 2 and staging in shared memory are not for this form.
-
-    terms   BF16 state: terms of the vectors in its products. 2: FP32 precision; 1: 4e-4
-    pdl     also decides the order of the loads
-    """
-
-    @property
-    def staging(self) -> str: ...
-    @property
-    def spin(self) -> bool: ...
-
-    @property
-    def split(self) -> int: ...
-    @property
-    def threads(self) -> int: ...
-    @property
-    def gate_mode(self) -> int: ...
-    @property
-    def terms(self) -> int: ...
-    @property
-    def stream_hints(self) -> bool: ...
-    @property
-    def state_late(self) -> bool: ...
-    @property
-    def streamable(self) -> bool: ...
-    @property
-    def conv_weight_dtype(self) -> Literal["fp32", "bf16"]: ...
-    @property
-    def window(self) -> int | None: ...
-    @property
-    def pdl(self) -> bool: ...
-
-
 @dataclass(frozen=True)
-class Plan(chunked.Shape):
-    """What decides the code. Its repr is the cache key.
-
-    chained  the projection is asked for last, after the previous launch; else before the slot is known
-    """
-
-    kind: str
-    split: int
-    gate_mode: int
-    hints: bool
-    late: bool
-    spin: bool
-    chained: bool
+class Plan(ClusterPlan, chunked.Shape):
+    """What decides the code."""
 
     @property
-    def warps(self) -> int:
-        return self.threads // 32
+    def least_log_gate(self) -> float | None:
+        return chunked.MIN_LOG_GAMMA
 
-    @property
-    def rows(self) -> int:
-        """State rows, channels of each of q, k, v and gate features of a CTA."""
-        return HEAD_DIM // self.split
-
-    @property
-    def chains(self) -> int:
-        """Accumulation chains of the gate."""
-        return 1 if self.gate_mode == 0 else 4
+    def refused(self, gpu: Gpu) -> str | None:
+        """Why there is no such kernel, or None. The same on all targets."""
+        if self.kind != "record":
+            return f"kind={self.kind}: form=chunked does not write the state, as only kind record wants"
+        if (self.split, self.threads) not in SHAPES:
+            known = ", ".join(f"{split} x {threads}" for split, threads in SHAPES)
+            return f"split={self.split} threads={self.threads}: form=chunked takes {known}"
+        if self.gate_mode not in (0, 1):
+            return f"gate_mode={self.gate_mode}: form=chunked takes 0, 1"
+        return None
 
     @property
     def row_tiles(self) -> int:
@@ -206,145 +161,57 @@ class Plan(chunked.Shape):
         return 16 * cells + 8 * self.tokens * self.split
 
     @property
-    def areas(self) -> dict[str, tuple[int, int]]:
-        """Shared memory: bytes and alignment, in order."""
-        rows, tokens = self.rows, self.tokens
+    def areas(self) -> dict[str, Area]:
+        rows, tokens, slots = self.rows, self.tokens, self.slots
+        inputs = 3 * rows * (self.history + tokens)
         copied = {
-            "gate_weight": rows * HEAD_DIM * 2,
-            "taps": 12 * rows * self.weight_bytes,
-            "bias": 3 * rows * self.weight_bytes,
-            "dt_bias": 4 * rows,
-            "norm_weight": 4 * rows,
-            "A_log": 4,
-            "x": 6 * rows * (self.history + tokens),
-            "f_a": 2 * HEAD_DIM * tokens,
-            "out_gate": 2 * rows * tokens,
-            "beta": 4 * tokens,
-            "window": 6 * rows * self.window if self.layout == "rows" else 0,
+            # Rows of 128, swizzled.
+            "gate_weight": Area(BFloat16, rows * HEAD_DIM),
+            "taps": Area(self.conv_dtype, 3 * CONV_WIDTH * rows),
+            "bias": Area(self.conv_dtype, (rows, 3)),
+            "dt_bias": Area(Float32, rows),
+            "norm_weight": Area(Float32, rows),
+            "A_log": Area(Float32, 1),
+            "x": Area(BFloat16, inputs),
+            "f_a": Area(BFloat16, tokens * HEAD_DIM),
+            "out_gate": Area(BFloat16, rows * tokens),
+            "beta": Area(BFloat16, (2, tokens)),
+            "window": Area(BFloat16, inputs, inside="x"),
         }
+        if self.layout == "rows":
+            copied["window"] = Area(BFloat16, 3 * rows * self.window)
         computed = {
-            "fragments": self.fragment_bytes,
-            "gamma": 4 * chunked.GAMMA_PITCH * tokens,
-            "values": 4 * self.row_pitch * tokens,
-            "squares": 8 * tokens * self.split,
-            "partials": 4 * self.pair_count * self.warps,
-            "coefficients": 2 * 4 * self.slots * 8,
-            "factors": 16 * self.slots,
-            "products": 4 * self.row_pitch * 2 * self.slots * self.column_parts,
-            "sums": 4 * tokens * self.norm_slots,
-            "barriers": 16,
+            # All columns; received.
+            "fragments": (Uint8, self.fragment_bytes),
+            # Of each token, `rows` used.
+            "gamma": (Float32, self.gamma_bytes // 4),
+            # v: [tokens, row_pitch].
+            "values": (Float32, self.row_pitch * tokens),
+            # Parts of |q|^2 and |k|^2: [2, tokens, split]; received.
+            "squares": (Float32, 2 * tokens * self.split),
+            # Parts of A and B: [warp][tile][s][column].
+            "partials": (Float32, self.pair_count * self.warps),
+            # beta_t rk_t rk_s A_ts: [s, 8][t, slots]; rq_t rk_s B_ts, zero for s > t: [t, slots][s, 8].
+            "coefficients": (Float32, 2 * slots * 8),
+            # Per token beta, beta rk, rq.
+            "factors": (Float32, 4 * slots),
+            # [column part][Gamma k, Gamma q of each slot][row_pitch]
+            "products": (Float32, self.row_pitch * 2 * slots * self.column_parts),
+            # Parts of |o|^2: [tokens, norm_slots]; received.
+            "sums": (Float32, tokens * self.norm_slots),
         }
-        return {name: (size, ALIGNMENT) for name, size in copied.items() if size} | {
-            name: (size, 16) for name, size in computed.items()
-        }
+        close = {name: Area(dtype, size, align=16) for name, (dtype, size) in computed.items()}
+        return copied | close | {"barriers": Barriers(shape=2, align=16)}
 
     @property
     def smem_bytes(self) -> int:
-        top = 0
-        for size, alignment in self.areas.values():
-            top = ceil_div(top, alignment) * alignment + size
-        return top
+        return smem.total(self.areas)
 
     @property
     def ctas_per_sm(self) -> int:
         """CTAs that an SM must hold, by registers and shared memory."""
         registers = 128 if self.cells > 4 else 96 if self.cells > 2 else 80
-        return min(65_536 // (registers * self.threads), prologue.SM_SMEM // (self.smem_bytes + prologue.RESERVED_SMEM))
-
-
-def plan(problem: Problem, spec: Choices) -> Plan:
-    layout, window = arguments.window_rules(problem, spec.streamable, spec.window)
-    return Plan(
-        tokens=problem.tokens,
-        state_dtype=problem.state_dtype,
-        threads=spec.threads,
-        layout=layout,
-        window=window,
-        streamable=spec.streamable,
-        weight_dtype=spec.conv_weight_dtype,
-        terms=2 if problem.state_dtype == "fp32" else spec.terms,
-        kind=problem.kind,
-        split=spec.split,
-        gate_mode=spec.gate_mode,
-        hints=spec.stream_hints,
-        late=spec.state_late,
-        spin=spec.spin and spec.split > 1,
-        chained=spec.pdl,
-    )
-
-
-def unsupported(problem: Problem, spec: Choices, gpu: Gpu) -> str | None:
-    """Why this pair can't run, or None. Pure: no CUDA."""
-    if problem.kind != "record":
-        return f"kind={problem.kind}: form=chunked does not write the state, as only kind record wants"
-    if (spec.split, spec.threads) not in SHAPES:
-        known = ", ".join(f"{split} x {threads}" for split, threads in SHAPES)
-        return f"split={spec.split} threads={spec.threads}: form=chunked takes {known}"
-    for name, value, allowed in (
-        ("staging", spec.staging, ("registers",)),
-        ("gate_mode", spec.gate_mode, (0, 1)),
-        ("terms", spec.terms, (1, 2)),
-        ("conv_weight_dtype", spec.conv_weight_dtype, ("fp32", "bf16")),
-    ):
-        if value not in allowed:
-            return f"{name}={value!r}: form=chunked takes {', '.join(map(str, allowed))}"
-    if spec.window is not None and not problem.tokens + 2 <= spec.window <= 16:
-        return f"window={spec.window} must lie in {problem.tokens + 2}..16"
-    if problem.requests > 65_535:
-        return f"requests={problem.requests}: the grid takes at most 65535"
-    needed = plan(problem, spec).smem_bytes
-    if needed > gpu.smem_per_block:
-        return f"{needed} bytes of shared memory exceed {gpu.smem_per_block}"
-    return None
-
-
-def build(problem: Problem, spec: Choices, gpu: Gpu) -> tuple[cubin.Binary, Plan]:
-    """From shapes alone; one binary serves all heads, requests and strides. Raises ValueError for unsupported pairs."""
-    reason = unsupported(problem, spec, gpu)
-    if reason is not None:
-        raise ValueError(f"KdaSplit: {reason}")
-    p = plan(problem, spec)
-    binary = cubin.build(
-        host,
-        lambda: (arguments.placeholder(), p),
-        arch=gpu.arch,
-        threads=p.threads,
-        cluster=p.split,
-        choices=p,
-    )
-    return binary, p
-
-
-def check(rules: Plan, operands: StepOperands) -> None:
-    """Raises ValueError, naming the operand, for operands that a kernel of this plan can't take."""
-    arguments.check("KdaSplit", rules, operands)
-    assert operands.lower_bound is not None
-    if not operands.lower_bound * rules.tokens >= chunked.MIN_LOG_GAMMA:
-        raise ValueError(f"lower_bound={operands.lower_bound} is too low for {rules.tokens} tokens in form=chunked")
-
-
-def grid(rules: Plan, heads: int, requests: int) -> tuple[int, int, int]:
-    return rules.split * heads, requests, 1
-
-
-@dataclass(frozen=True)
-class Shared(Operands):
-    """A CTA's shared memory. R = rows of the CTA."""
-
-    gate_weight: Any  # [R, K] bf16, 16-byte units swizzled by row
-    taps: Any  # [3, 4, R]
-    bias: Any  # [3, R]
-    norm_weight: Any  # [R]
-    fragments: Any  # `chunked.Shape.fragment_layout`, all columns; received
-    gamma: Any  # [tokens, chunked.GAMMA_PITCH], R columns used
-    values: Any  # [tokens, row_pitch] v
-    squares: Any  # [2, tokens, split] parts of |q|^2, |k|^2; received
-    partials: Any  # [warp][tile][s][column] parts of A and B
-    coefficients: Any  # [s, 8][t, slots] beta_t rk_t rk_s A_ts; [t, slots][s, 8] rq_t rk_s B_ts, zero for s > t
-    factors: Any  # [t] of beta, beta rk, rq
-    products: Any  # [column part][Gamma k, Gamma q of each slot][row_pitch]
-    sums: Any  # [tokens, norm_slots] parts of |o|^2; received
-    barriers: Any
+        return self.ctas_with(registers)
 
 
 class Task(NamedTuple):
@@ -359,19 +226,8 @@ class Task(NamedTuple):
     live: Any
 
 
-@cute.jit
-def host(A: arguments.Arguments, P: cutlass.Constexpr) -> None:
-    kda_split_chunked(A, P).launch(
-        grid=(P.split, 1, 1),
-        block=(P.threads, 1, 1),
-        cluster=(P.split, 1, 1),
-        min_blocks_per_mp=P.ctas_per_sm,
-        preferred_smem_carveout=100,
-    )
-
-
 @cute.kernel
-def kda_split_chunked(A: arguments.Arguments, P: cutlass.Constexpr) -> None:
+def kda_split_chunked(A: Arguments, P: cutlass.Constexpr) -> None:
     if const_expr(P.split > 1):
         blocks.declare_cluster(P.split)
     tid, _, _ = arch.thread_idx()
@@ -382,27 +238,27 @@ def kda_split_chunked(A: arguments.Arguments, P: cutlass.Constexpr) -> None:
 
     # The slot must be the first load: behind the copies it comes back a microsecond later.
     # One load for both numbers, so that neither shares a scoreboard with the state.
-    table = A.slots + Int64(request) * A.slots_stride * 4
+    table = prologue.slots_of(A, request)
     if lane > 0:
         table = A.record_rows + Int64(request) * 4
     mine = blocks.at(Int32, table, Int32(0))
 
-    M = allocate(P)
+    M = smem.allocate_as_they_are(P.areas)
     if const_expr(P.split > 1):
         prologue.join_cluster(M.barriers, (P.vector_bytes, 4 * P.tokens * P.norm_slots), tid)
 
     at = Place(tid, warp, lane, rank, head, head * HEAD_DIM + rank * P.rows, A.heads * HEAD_DIM)
     load_weights(A, M, at, P)
-    projected = A.projected + Int64(request * P.tokens) * A.pitch * 2
+    projected = prologue.projected_of(A, request, P)
     if const_expr(not P.chained):
         arch.griddepcontrol_wait()
         arch.griddepcontrol_launch_dependents()
-        prologue.load_projection(copy_rows, M, projected, A.pitch, at, P)
+        prologue.load_projection(copy_rows_anew, M, projected, A.pitch, at, P)
         arch.cp_async_commit_group()
     # What doesn't need the slot is computed before it: pinned, or it would be moved behind.
     offset = blocks.pinned(state_offset(at, P))
     cells = window_offsets(A, at, P)
-    results = A.out + (Int64(request * P.tokens) * at.D + at.channel) * 2
+    results = prologue.results_of(A, request, at, P)
     page, row = arch.shuffle_sync(mine, 0), arch.shuffle_sync(mine, 1)
     if page > 0:
         window = conv_window.window_of(A, page, Int32(0))
@@ -414,16 +270,10 @@ def kda_split_chunked(A: arguments.Arguments, P: cutlass.Constexpr) -> None:
         if const_expr(P.chained):
             arch.griddepcontrol_wait()
             arch.griddepcontrol_launch_dependents()
-            prologue.load_projection(copy_rows, M, projected, A.pitch, at, P)
+            prologue.load_projection(copy_rows_anew, M, projected, A.pitch, at, P)
             arch.cp_async_commit_group()
         arch.cp_async_commit_group()
-        # From this CTA's first channel on.
-        entry = Int64(head * A.record_tokens) * HEAD_DIM
-        record = Record(
-            row,
-            A.key_gates + (Int64(row) * A.key_gates_stride + 2 * entry + rank * P.rows) * 2,
-            A.corrections + (Int64(row) * A.corrections_stride + entry + rank * P.rows) * 4,
-        )
+        record = record_of(A, row, at, P)
 
         arch.cp_async_wait_group(1)
         arch.sync_threads()
@@ -445,20 +295,13 @@ def kda_split_chunked(A: arguments.Arguments, P: cutlass.Constexpr) -> None:
             fetch_history(seen, M, window, task, P)
             exchange(M, convolve(weight, bias, seen, inputs, P), record, task, at, P)
         arch.sync_threads()
-        if const_expr(P.layout == "rows"):
-            roll_window(M, window, at, P)
-        else:
-            store_window(M, window, at, P)
+        keep_window(M, window, at, P)
         if const_expr(P.split > 1):
             prologue.wait(M, _VECTORS, P)
 
         pairs(M, at, P)
         arch.sync_threads()
-        if const_expr(P.pair_count == P.threads):
-            reduce_pairs(M, A.scale, at, P)
-        else:
-            if warp < P.pair_count // 32:
-                reduce_pairs(M, A.scale, at, P)
+        reduce_pairs(M, A.scale, at, P)
         multiply(raw, M, at, P)
         arch.sync_threads()
         if at.warp < P.row_warps:
@@ -477,79 +320,37 @@ def kda_split_chunked(A: arguments.Arguments, P: cutlass.Constexpr) -> None:
             arch.cluster_wait()
 
 
-def allocate(P: Plan) -> Shared:
-    smem = SmemAllocator()
-
-    def take(name: str) -> Any:
-        dtype = {
-            "taps": P.conv_dtype,
-            "bias": P.conv_dtype,
-            "fragments": Uint8,
-            "barriers": Int64,
-            **dict.fromkeys(("gate_weight", "x", "f_a", "out_gate", "beta", "window"), BFloat16),
-        }.get(name, Float32)
-        size, alignment = P.areas[name]
-        return smem.allocate_tensor(dtype, cute.make_layout(size * 8 // dtype.width), byte_alignment=alignment)
-
-    areas = {name: take(name) for name in P.areas}
-    areas["bias"] = cute.make_tensor(areas["bias"].iterator, cute.make_layout((P.rows, 3)))
-    areas["beta"] = cute.make_tensor(areas["beta"].iterator, cute.make_layout((2, P.tokens)))
-    areas["barriers"] = areas["barriers"].iterator
-    return Shared(**{"window": areas["x"]} | areas)
+@cute.jit
+def record_of(A: Arguments, row: Int32, at: Place, P: cutlass.Constexpr) -> Record:
+    """From this CTA's first channel on."""
+    entry = Int64(at.head * A.record_tokens) * HEAD_DIM
+    return Record(
+        row,
+        A.key_gates + (Int64(row) * A.key_gates_stride + 2 * entry + at.rank * P.rows) * 2,
+        A.corrections + (Int64(row) * A.corrections_stride + entry + at.rank * P.rows) * 4,
+    )
 
 
 @cute.jit
-def copy_rows(
-    shared: cute.Pointer,
-    address: Int64,
-    outer_bytes: Int64,
-    inner_bytes: Int64,
-    R: cutlass.Constexpr,
-    at: Place,
-    P: cutlass.Constexpr,
-) -> None:
-    """`prologue.copy_rows` with the addresses of each unit found anew: fewer registers, more instructions."""
-    total = R.outer * R.inner * R.units
-    thread = (at.tid + (P.threads - R.first % P.threads)) % P.threads
-    for i in range_constexpr(ceil_div(total, P.threads)):
-        unit = thread + i * P.threads
-        if const_expr((i + 1) * P.threads <= total):
-            _copy_unit(shared, address, outer_bytes, inner_bytes, unit, R)
-        else:
-            if unit < total:
-                _copy_unit(shared, address, outer_bytes, inner_bytes, unit, R)
-
-
-@cute.jit
-def _copy_unit(
-    shared: cute.Pointer, address: Int64, outer_bytes: Int64, inner_bytes: Int64, unit: Int32, R: cutlass.Constexpr
-) -> None:
-    row, u = unit // R.units, unit % R.units
-    source = address + Int64(row // R.inner) * outer_bytes + Int64(row % R.inner) * inner_bytes + u * 16
-    place = unit
-    if const_expr(R.swizzled):
-        place = row * R.units + (u ^ (row % 8))
-    prologue.copy_unit(shared.toint() + place * 16, source, R.wide)
-
-
-@cute.jit
-def load_weights(A: arguments.Arguments, M: cutlass.Constexpr, at: Place, P: cutlass.Constexpr) -> None:
+def load_weights(A: Arguments, M: Smem, at: Place, P: cutlass.Constexpr) -> None:
     quads, tap_bytes, none = P.rows // 4, Int64(at.D) * P.weight_bytes, Int64(0)
     features = A.f_b + Int64(at.channel) * (2 * HEAD_DIM)
     rows = Rows(1, P.rows, HEAD_DIM // UNIT, swizzled=True)
-    copy_rows(M.gate_weight.iterator, features, none, Int64(2 * HEAD_DIM), rows, at, P)
+    copy_rows_anew(M.gate_weight.iterator, features, none, Int64(2 * HEAD_DIM), rows, at, P)
     used = P.rows * (HEAD_DIM // UNIT)
-    copy_rows(M.dt_bias.iterator, A.dt_bias + Int64(at.channel) * 4, none, none, Rows(1, 1, quads, first=used), at, P)
+    copy_rows_anew(
+        M.dt_bias.iterator, A.dt_bias + Int64(at.channel) * 4, none, none, Rows(1, 1, quads, first=used), at, P
+    )
     used += quads
     if at.tid == P.threads - 1:
         blocks.copy_async(M.A_log.iterator.toint(), A.A_log + Int64(at.head) * 4, 4)
-    prologue.load_taps(copy_rows, A, M, tap_bytes, used, at, P)
+    prologue.load_taps(copy_rows_anew, A, M, tap_bytes, used, at, P)
     rows = Rows(1, 1, quads, first=used + prologue.tap_units(P))
-    copy_rows(M.norm_weight.iterator, A.norm_weight + Int64(at.rank * P.rows) * 4, none, none, rows, at, P)
+    copy_rows_anew(M.norm_weight.iterator, A.norm_weight + Int64(at.rank * P.rows) * 4, none, none, rows, at, P)
 
 
 @cute.jit
-def window_offsets(A: arguments.Arguments, at: Place, P: cutlass.Constexpr) -> cute.Tensor:
+def window_offsets(A: Arguments, at: Place, P: cutlass.Constexpr) -> cute.Tensor:
     """Bytes in a page of this thread's units of a window that is copied whole."""
     count = max(ceil_div(3 * P.rows // UNIT * P.window, P.threads), 1)
     offsets = cute.make_rmem_tensor(count, Int32)
@@ -572,7 +373,7 @@ def _rows_offset(entries: Int32, unit: Int32, at: Place, P: cutlass.Constexpr) -
 
 
 @cute.jit
-def load_window(M: cutlass.Constexpr, window: Window, offsets: cute.Tensor, at: Place, P: cutlass.Constexpr) -> None:
+def load_window(M: Smem, window: Window, offsets: cute.Tensor, at: Place, P: cutlass.Constexpr) -> None:
     """rows: all entries, `[3, R, W]`, from `window_offsets`; else the first three, `[3 entries, 3, R]`."""
     if const_expr(P.layout == "rows"):
         units = 3 * P.rows // UNIT * window.channel_stride
@@ -584,7 +385,7 @@ def load_window(M: cutlass.Constexpr, window: Window, offsets: cute.Tensor, at: 
     elif const_expr(P.layout == "taps"):
         tap_bytes = Int64(window.tap_stride) * 2
         rows = Rows(HISTORY, 3, P.rows // UNIT)
-        copy_rows(M.window.iterator, window.page + Int64(at.channel) * 2, tap_bytes, Int64(at.D) * 2, rows, at, P)
+        copy_rows_anew(M.window.iterator, window.page + Int64(at.channel) * 2, tap_bytes, Int64(at.D) * 2, rows, at, P)
     else:
         conv_window.load_elements(M, window, at, P)
 
@@ -613,7 +414,7 @@ def load_state(raw: cute.Tensor, first: Int64, P: cutlass.Constexpr) -> None:
 
 
 @cute.jit
-def gate(A: arguments.Arguments, M: cutlass.Constexpr, record: Record, at: Place, P: cutlass.Constexpr) -> None:
+def gate(A: Arguments, M: Smem, record: Record, at: Place, P: cutlass.Constexpr) -> None:
     """Gamma of this CTA's features, by the last warps, 16 features each; raw gates to the record."""
     index = at.warp - (P.warps - P.row_tiles)
     if index >= 0:
@@ -642,7 +443,7 @@ def task_of(at: Place, P: cutlass.Constexpr) -> Task:
 
 
 @cute.jit
-def input_words(M: cutlass.Constexpr, P: cutlass.Constexpr) -> cute.Tensor:
+def input_words(M: Smem, P: cutlass.Constexpr) -> cute.Tensor:
     """x by pairs of channels: (word of a quad, quad, part, entry)."""
     pairs = P.rows // 2
     return cute.make_tensor(
@@ -653,7 +454,7 @@ def input_words(M: cutlass.Constexpr, P: cutlass.Constexpr) -> cute.Tensor:
 
 @cute.jit
 def fetch_operands(
-    weight: cute.Tensor, bias: cute.Tensor, inputs: cute.Tensor, M: cutlass.Constexpr, task: Task, P: cutlass.Constexpr
+    weight: cute.Tensor, bias: cute.Tensor, inputs: cute.Tensor, M: Smem, task: Task, P: cutlass.Constexpr
 ) -> None:
     """A task's taps (4, tap), bias (4) and inputs (2 words, token); tokens past the last repeat it."""
     x = input_words(M, P)
@@ -671,7 +472,7 @@ def fetch_operands(
 
 
 @cute.jit
-def fetch_history(seen: cute.Tensor, M: cutlass.Constexpr, window: Window, task: Task, P: cutlass.Constexpr) -> None:
+def fetch_history(seen: cute.Tensor, M: Smem, window: Window, task: Task, P: cutlass.Constexpr) -> None:
     """The three inputs before a task's first token, of the window or of this step: (4, entry)."""
     x = input_words(M, P)
     for e in range_constexpr(HISTORY):
@@ -718,7 +519,7 @@ def convolve(
 
 @cute.jit
 def exchange(
-    M: cutlass.Constexpr,
+    M: Smem,
     words: cute.Tensor,
     record: Record,
     task: Task,
@@ -754,7 +555,7 @@ def exchange(
 
 
 @cute.jit
-def peer_shifts(M: cutlass.Constexpr, at: Place, P: cutlass.Constexpr) -> tuple[Int32, ...]:
+def peer_shifts(M: Smem, at: Place, P: cutlass.Constexpr) -> tuple[Int32, ...]:
     """What to add to an address of this CTA's shared memory for the cluster address in each other CTA, the next
     first, so that not all send to the same one."""
     base = M.fragments.iterator.toint()
@@ -766,7 +567,7 @@ def peer_shifts(M: cutlass.Constexpr, at: Place, P: cutlass.Constexpr) -> tuple[
 
 @cute.jit
 def send_vectors(
-    M: cutlass.Constexpr,
+    M: Smem,
     x: cute.Tensor,
     task: Task,
     t: Int32,
@@ -796,9 +597,7 @@ def send_vectors(
 
 
 @cute.jit
-def send_cell(
-    M: cutlass.Constexpr, x: cute.Tensor, place: Int32, shifts: tuple[Int32, ...], P: cutlass.Constexpr
-) -> None:
+def send_cell(M: Smem, x: cute.Tensor, place: Int32, shifts: tuple[Int32, ...], P: cutlass.Constexpr) -> None:
     """hi(0,1) hi(2,3) lo(0,1) lo(2,3) of four floats, to a byte of the fragments of every CTA."""
     words = cute.make_rmem_tensor(4, Uint32)
     words[0], words[2] = chunked.split_rounded(x[0], x[1])
@@ -811,7 +610,7 @@ def send_cell(
 
 
 @cute.jit
-def send_square(M: cutlass.Constexpr, square: Float32, task: Task, t: Int32, at: Place, P: cutlass.Constexpr) -> None:
+def send_square(M: Smem, square: Float32, task: Task, t: Int32, at: Place, P: cutlass.Constexpr) -> None:
     """This CTA's part of |q|^2 or |k|^2 of a token, which all lanes of its quads hold, to every CTA."""
     place = (task.part * P.tokens + t) * P.split + at.rank
     if const_expr(P.split == 1):
@@ -826,7 +625,16 @@ def send_square(M: cutlass.Constexpr, square: Float32, task: Task, t: Int32, at:
 
 
 @cute.jit
-def roll_window(M: cutlass.Constexpr, window: Window, at: Place, P: cutlass.Constexpr) -> None:
+def keep_window(M: Smem, window: Window, at: Place, P: cutlass.Constexpr) -> None:
+    """This step's inputs enter the window: at once, or where it is copied whole in shared memory, stored later."""
+    if const_expr(P.layout == "rows"):
+        roll_window(M, window, at, P)
+    else:
+        store_window(M, window, at, P)
+
+
+@cute.jit
+def roll_window(M: Smem, window: Window, at: Place, P: cutlass.Constexpr) -> None:
     """The last two entries of the history, then the inputs, as the first entries of a window copied whole."""
     if at.tid < P.conv_tasks:
         task = task_of(at, P)
@@ -851,7 +659,7 @@ def roll_window(M: cutlass.Constexpr, window: Window, at: Place, P: cutlass.Cons
 
 
 @cute.jit
-def store_window(M: cutlass.Constexpr, window: Window, at: Place, P: cutlass.Constexpr) -> None:
+def store_window(M: Smem, window: Window, at: Place, P: cutlass.Constexpr) -> None:
     """The two inputs before this step's, then these, as the first tokens+2 entries."""
     part_units = P.rows // UNIT
     if const_expr(P.layout == "rows"):
@@ -866,14 +674,14 @@ def store_window(M: cutlass.Constexpr, window: Window, at: Place, P: cutlass.Con
 
 
 @cute.jit
-def fragments_from(M: cutlass.Constexpr, step: Int32, P: cutlass.Constexpr) -> cute.Tensor:
+def fragments_from(M: Smem, step: Int32, P: cutlass.Constexpr) -> cute.Tensor:
     """The fragments of a step and the later ones, as words (word, lane, tile, step)."""
     address = M.fragments.iterator.toint() + step * P.step_bytes
     return cute.make_tensor(cute.make_ptr(Uint32, address, SMEM, assumed_align=16), P.fragment_layout)
 
 
 @cute.jit
-def pairs(M: cutlass.Constexpr, at: Place, P: cutlass.Constexpr) -> None:
+def pairs(M: Smem, at: Place, P: cutlass.Constexpr) -> None:
     """This warp's part of A and B: k / Gamma as rows s, over its share of the columns."""
     none = Uint32(0)
     fragments = fragments_from(M, at.warp * P.pair_steps, P)
@@ -905,7 +713,7 @@ def add_product(c: cute.Tensor, a: tuple[Uint32, ...], b: tuple[Uint32, ...]) ->
 
 
 @cute.jit
-def inverse_norm(M: cutlass.Constexpr, part: Int32, t: Int32, P: cutlass.Constexpr) -> Float32:
+def inverse_norm(M: Smem, part: Int32, t: Int32, P: cutlass.Constexpr) -> Float32:
     """Of q (part 0) or k (part 1) of a token; past the last token, of that."""
     squares = cute.make_tensor(M.squares.iterator, cute.make_layout((P.split, 2 * P.tokens)))
     values = cute.make_rmem_tensor(P.split, Float32)
@@ -917,10 +725,20 @@ def inverse_norm(M: cutlass.Constexpr, part: Int32, t: Int32, P: cutlass.Constex
 
 
 @cute.jit
-def reduce_pairs(M: cutlass.Constexpr, scale: Float32, at: Place, P: cutlass.Constexpr) -> None:
-    """A and B with their factors, a thread per pair; each token's factors of W and Y from its pair with itself.
+def reduce_pairs(M: Smem, scale: Float32, at: Place, P: cutlass.Constexpr) -> None:
+    """A and B with their factors, a thread per pair; each token's factors of W and Y from its pair with itself."""
+    if const_expr(P.pair_count == P.threads):
+        _reduce_pair(M, scale, at, P)
+    else:
+        if at.warp < P.pair_count // 32:
+            _reduce_pair(M, scale, at, P)
 
-    Pairs past the last token get anything; nothing reads them. No branches, so that this mixes with `multiply`.
+
+@cute.jit
+def _reduce_pair(M: Smem, scale: Float32, at: Place, P: cutlass.Constexpr) -> None:
+    """The pair of this thread. No branches, so that this mixes with `multiply`.
+
+    Pairs past the last token get anything; nothing reads them.
     """
     s, column = at.tid % 64 // 8, at.tid % 8
     is_query, t = at.tid // 64, column
@@ -948,7 +766,7 @@ def reduce_pairs(M: cutlass.Constexpr, scale: Float32, at: Place, P: cutlass.Con
 
 
 @cute.jit
-def multiply(raw: cute.Tensor, M: cutlass.Constexpr, at: Place, P: cutlass.Constexpr) -> None:
+def multiply(raw: cute.Tensor, M: Smem, at: Place, P: cutlass.Constexpr) -> None:
     """State times Gamma k and Gamma q: this warp's 16 rows and share of the columns."""
     tile_rows, part = at.warp % P.row_tiles, at.warp // P.row_tiles
     fragments = fragments_from(M, part * P.steps, P)
@@ -999,8 +817,8 @@ def multiply(raw: cute.Tensor, M: cutlass.Constexpr, at: Place, P: cutlass.Const
 
 @cute.jit
 def finish(
-    A: arguments.Arguments,
-    M: cutlass.Constexpr,
+    A: Arguments,
+    M: Smem,
     window: Window,
     results: Int64,
     record: Record,
@@ -1031,10 +849,7 @@ def finish(
         gates[e] = M.norm_weight[row] * blocks.sigmoid(M.out_gate[t * P.rows + row].to(Float32))
     if const_expr(P.layout == "rows"):
         store_window(M, window, at, P)
-    if const_expr(P.split > 1):
-        prologue.wait(M, _SUMS, P)
-    else:
-        arch.sync_threads()
+    prologue.meet(M, _SUMS, P)
     sums = cute.make_tensor(
         M.sums.iterator, cute.make_layout((4, P.norm_slots // 4, P.tokens), stride=(1, 4, P.norm_slots))
     )
@@ -1055,7 +870,7 @@ def finish(
 
 @cute.jit
 def substitute(
-    M: cutlass.Constexpr, u: cute.Tensor, o: cute.Tensor, row: Int32, r: Int32, first: Int32, P: cutlass.Constexpr
+    M: Smem, u: cute.Tensor, o: cute.Tensor, row: Int32, r: Int32, first: Int32, P: cutlass.Constexpr
 ) -> None:
     """u of all tokens and o of `own_tokens` from `first` on, of one row.
 
@@ -1100,7 +915,7 @@ def substitute(
 
 
 @cute.jit
-def send_sum(M: cutlass.Constexpr, square: Float32, t: Int32, r: Int32, at: Place, P: cutlass.Constexpr) -> None:
+def send_sum(M: Smem, square: Float32, t: Int32, r: Int32, at: Place, P: cutlass.Constexpr) -> None:
     """A warp's part of |o|^2 of a token, which all lanes of its rows hold, to every CTA."""
     if t < P.tokens:
         place = t * P.norm_slots + at.rank * P.row_warps + at.warp
