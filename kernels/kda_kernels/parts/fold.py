@@ -1,4 +1,17 @@
-"""The pending tokens of a replay step: their record, weighed, and the fold of a state's lines by it."""
+"""The fold of a request's pending tokens into a state, where a window's products with it follow in the same pass.
+
+With S the state, u_t and k^_t the recorded corrections and normalized keys of the n pending tokens, L_t the log decays
+of tokens 0..t summed up:
+    S <- S e^{L_{n-1}} + sum_{t<n} u_t (k^_t e^{L_{n-1} - L_t})
+What a record holds of a token is its key, its raw gates and its corrections, so that first
+  weigh   two warps make the weighed keys of all columns and e^{L_{n-1}}, a pair of columns per lane, of what
+          `load_keys` has brought to shared memory: M.fold, as B fragments, and M.fold_scale
+and then each warp folds its rows on tensor cores, U as A fragment (`old_corrections`, `load_corrections`), in the
+registers that hold S (`fold_cell`), or line by line of a state in shared memory (`advance_line`). U and K are two BF16
+terms each, hi and lo, and all four products of them are summed: see `fold_cell`.
+Lanes, cells and lines: `parts.chunked`. Serves KdaFused and KdaFusedWS. Source: docs/operation.md, "Commit: folding n
+accepted tokens".
+"""
 
 # A condition known at compile time can't share an `if` with one of the running kernel.
 from __future__ import annotations
@@ -72,6 +85,15 @@ class Shape(chunked.Shape):
 def clamped(pending: Int32, P: cutlass.Constexpr) -> Int32:
     """Tokens to fold."""
     return min(max(blocks.pinned(pending), Int32(0)), Int32(P.tokens))
+
+
+@cute.jit
+def pending_of(A: Arguments, row: Int32) -> Int32:
+    """Pending tokens of a record row as they are given; 0 without a record."""
+    pending = Int32(0)
+    if row >= 0:
+        pending = blocks.at(Int32, A.pending, row)
+    return pending
 
 
 @cute.jit
@@ -171,7 +193,12 @@ def fold_cell(
     lane: Int32,
     P: cutlass.Constexpr,
 ) -> None:
-    """A cell of each of the thread's two rows, x and y, in place. u: of `old_corrections`."""
+    """A cell of each of the thread's two rows, x and y, in place. u: of `corrections_fragment`.
+
+    A cell's columns 0, 1 and 2, 3 of both rows are each what an m16n8 accumulator has on this lane. The K axis holds
+    tokens: up to eight as (hi, lo) of the corrections, with the keys' hi and then their lo; up to four as (hi, lo, hi,
+    lo) against (hi, hi, lo, lo).
+    """
     fragments = cute.make_tensor(
         cute.recast_ptr(M.fold.iterator, dtype=Uint32),
         cute.make_layout((4, P.fold_places, P.row_cells), stride=(1, 4, 4 * P.fold_places + 4)),

@@ -8,35 +8,9 @@ key_gates   [rows, heads, Q, 256]          bf16, the same
 pending     [rows]                         int32, tokens of a record row to fold
 out         [requests * tokens, D]         bf16
 
-A cluster of `split` CTAs has an item; CTA r owns rows, channels and gate features r*128/split .. of it:
-  load      slot, record row, pending count; weights, window, record, projection (cp.async); gate weights and state rows
-            (registers: the state stays in flight until it is folded)
-  gate      its features of all tokens on tensor cores, Gamma across lanes
-  convolve  its channels of q, k, v of all tokens
-  weigh     two warps: k^_t e^{L_n - L_t} of the pending tokens and e^{L_n}, all columns, as fragments
-  exchange  q, k and Gamma of its channels go to the other CTAs by st.async, on one mbarrier per CTA
-  fold      S <- S e^{L_n} + U K on tensor cores, in the registers that hold S; stored where it came from
-  build     norms, and the 2q vectors as fragments; then keys, raw gates and window are written
-  solve     A and B, a part per warp; one warp turns them into the triangles T and C
-  multiply  the state with the vectors, by three products of BF16 terms
-  finish    corrections and outputs; RMSNorm, its sums of squares to every CTA by st.async
-A record is overwritten by the one that replaces it: every CTA has read all of the old one when it sends, and writes
-the new one when it has received.
-From the fold on a warp has 16 rows and, in a CTA of fewer rows than 16 per warp, a part of the columns; the parts'
-products are summed in shared memory.
-No CTA leaves before it has received all that its peers send, so none is written to after its end.
-
-With source=shared one CTA has an item, and its state comes by cp.async in lines of 128 bytes, a warp's 16 rows for
-itself, so that no barrier of the CTA stands before them:
-  load      slot, record row; vectors, projection, window, record (cp.async); gate and convolution weights and the old
-            corrections (registers); as many lines of the state as there is room for (cp.async)
-  gate      as above, and on to the record, which nobody needs any more
-  convolve  q, k, v of all tokens on six warps; weigh, on two others
-  build     norms, and the 2q vectors as fragments
-  solve     A and B, T and C
-  advance   each line: folded, stored by whole lines if tokens are pending, multiplied; its room goes to the next one
-  finish    as above
-More than eight warps: the last one solves, while the first eight have the state, and the last two weigh.
+Two kernels, by where the state waits until it is folded and multiplied:
+  source=registers   `fused_cluster`: a cluster of `split` CTAs has an item
+  source=shared      `fused_lines`: a CTA has an item, whose state comes through shared memory, line by line
 Source: docs/operation.md, "The same, chunked" and "Commit: folding n accepted tokens".
 """
 
@@ -90,7 +64,8 @@ class Spec:
     """Compile-time choices, and `pdl` of the launch.
 
     split              CTAs per item
-    threads            per CTA, 128 or 256; or, with source=shared, 256, 288 or 320
+    threads            per CTA, 128 or 256; or, with source=shared, 256, 288 or 320: warps of their own to solve and
+                       to weigh
     gate_mode          0: one chain of 8 tensor-core accumulations; 1: four chains of 2, summed in order
     source             where state rows wait: registers; or shared memory, in lines of 128 bytes that are folded, stored
                        and multiplied one after the other (takes split=1, fold=late, state_first=False)

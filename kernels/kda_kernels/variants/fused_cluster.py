@@ -1,4 +1,23 @@
-"""KdaFused with source=registers."""
+"""KdaFused with source=registers: a cluster of `split` CTAs has an item, and its state in registers.
+
+CTA r owns rows, channels and gate features r*128/split .. of its item:
+  load      slot, record row, pending count; weights, window, record, projection (cp.async); gate weights and state rows
+            (registers: the state stays in flight until it is folded)
+  gate      its features of all tokens on tensor cores, Gamma across lanes
+  convolve  its channels of q, k, v of all tokens
+  weigh     two warps: k^_t e^{L_n - L_t} of the pending tokens and e^{L_n}, all columns, as fragments
+  exchange  q, k and Gamma of its channels go to the other CTAs by st.async, on one mbarrier per CTA
+  fold      S <- S e^{L_n} + U K on tensor cores, in the registers that hold S; stored where it came from
+  build     norms, and the 2q vectors as fragments; then keys, raw gates and window are written
+  solve     A and B, a part per warp; one warp turns them into the triangles T and C
+  multiply  the state with the vectors, by three products of BF16 terms
+  finish    corrections and outputs; RMSNorm, its sums of squares to every CTA by st.async
+A record is overwritten by the one that replaces it: every CTA has read all of the old one when it sends, and writes
+the new one when it has received.
+From the fold on a warp has 16 rows and, in a CTA of fewer rows than 16 per warp, a part of the columns; the parts'
+products are summed in shared memory.
+No CTA leaves before it has received all that its peers send, so none is written to after its end.
+"""
 
 # A condition known at compile time can't share an `if` with one of the running kernel.
 # ruff: noqa: SIM102
@@ -21,7 +40,7 @@ from kda_kernels.parts.prologue import UNIT, Place, Record, Rows
 from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, HISTORY, ceil_div
 
 _VECTORS, _SUMS, _SOLUTION = 0, 1, 2
-"""mbarriers."""
+"""mbarriers: what the other CTAs send of q, k and Gamma; of sums of squares; the triangles are there."""
 
 arch = cute.arch
 GMEM = cutlass.AddressSpace.gmem
@@ -155,94 +174,50 @@ def kda_fused(A: Arguments, P: cutlass.Constexpr) -> None:
     warp = arch.make_warp_uniform(tid // 32)
 
     # The slot must be the first load: behind the copies it comes back a microsecond later.
-    # One load for slot and record row, on the first lanes, so that neither shares a scoreboard with the state.
+    # One load for slot and record row, on the first lanes, so that neither shares a scoreboard with
+    # the state.
     table = A.slots + Int64(request) * A.slots_stride * 4
     if lane > 0:
         table = A.record_rows + Int64(request) * 4
     mine = blocks.at(Int32, table, Int32(0))
 
     M = smem.allocate_together(P.areas, last=("window", "parts"))
-    if const_expr(P.split > 1):
-        blocks.declare_cluster(P.split)
-    if tid == 0:
-        arch.mbarrier_init(M.barriers.iterator + _VECTORS, 1)
-        arch.mbarrier_init(M.barriers.iterator + _SUMS, 1)
-        arch.mbarrier_init(M.barriers.iterator + _SOLUTION, 32)
-        arch.mbarrier_init_fence()
-    if const_expr(P.split > 1):
-        arch.sync_warp()
-        if tid == 0:
-            sent = (P.split - 1) * P.tokens * P.sent_units * 16
-            arch.mbarrier_arrive_and_expect_tx(M.barriers.iterator + _VECTORS, sent)
-            arch.mbarrier_arrive_and_expect_tx(M.barriers.iterator + _SUMS, chunked.WARPS * P.slots * 4)
-        arch.cluster_arrive_relaxed()
-
-    at = place_of(A, tid, column, P)
+    join_cluster(M, tid, P)
+    at = place_of(A, tid, warp, rank, head, P)
     load_weights(A, M, at, P)
-    gate_tile = rank * P.row_tiles + (warp - P.gate_warp)
     gate_weights = gate_product.registers(P)
-    features = A.f_b + Int64(head * HEAD_DIM) * (2 * HEAD_DIM)
-    if const_expr(P.row_tiles == P.warps):
-        gate_product.load(gate_weights, features, gate_tile, lane, P)
-    else:
-        if warp >= P.gate_warp and warp < P.gate_warp + P.row_tiles:
-            gate_product.load(gate_weights, features, gate_tile, lane, P)
-
+    load_gate_weights(A, gate_weights, at, P)
     page, row = arch.shuffle_sync(mine, 0), arch.shuffle_sync(mine, 1)
     inputs = A.projected + Int64(request * P.tokens) * A.pitch * 2
     first = Int64(request * P.tokens) * at.D
     if page > 0:
-        record = prologue.record_of(A, row, head)
         S = cute.make_rmem_tensor((4, 2, P.cells), Float32)
-
-        if const_expr(P.layout == "rows"):
-            conv_window.load_own(M, fold.window_of(A, page, Int32(0)), at, P)
-        if const_expr(P.records == "all"):
-            load_record(M, record, Int32(P.tokens), at, P)
-        if const_expr(P.state_first):
-            load_rows(S, rows_of(A, page, at, P), P)
-        arch.griddepcontrol_wait()
-        arch.griddepcontrol_launch_dependents()
-        prologue.load_projection(prologue.copy_rows, M, inputs, A.pitch, at, P)
-        pending = Int32(0)
-        if row >= 0:
-            pending = blocks.at(Int32, A.pending, row)
-        if const_expr(not P.state_first):
-            # Keeps the state's loads behind the copies, which are waited for first.
-            arch.sync_warp()
-            load_rows(S, rows_of(A, page, at, P), P)
-        if const_expr(P.records == "pending"):
-            load_record(M, record, fold.clamped(pending, P), at, P)
-        if const_expr(P.layout != "rows"):
-            conv_window.load_own(M, fold.window_of(A, page, fold.clamped(pending, P)), at, P)
+        pending = load_item(A, S, M, page, row, inputs, at, P)
         arch.cp_async_commit_group()
         arch.cp_async_wait_group(0)
         arch.sync_threads()
 
         # Not sooner: whatever stands behind its first use waits for it.
         n = fold.clamped(pending, P)
-        # From here on places and addresses are asked for anew, so that they aren't kept beside the state.
+        # From here on places and addresses are asked for anew, so that they aren't kept beside the
+        # state.
         at = here(A, P)
         warp, lane = at.warp, at.lane
-        gate_tile = at.rank * P.row_tiles + (warp - P.gate_warp)
+        tile = gate_tile(at, P)
         exp_A = blocks.exp(M.A_log[0])
-        if const_expr(P.row_tiles == P.warps):
-            gate(M, gate_weights, exp_A, A.lower_bound, gate_tile, at, P)
-        else:
-            if warp >= P.gate_warp and warp < P.gate_warp + P.row_tiles:
-                gate(M, gate_weights, exp_A, A.lower_bound, gate_tile, at, P)
+        gate(M, gate_weights, exp_A, A.lower_bound, tile, at, P)
         if at.tid < 3 * P.rows // 2 * P.token_groups:
             convolve(M, fold.window_of(A, page, n), at, P)
         if warp >= P.warps - fold.WEIGHING_WARPS:
-            fold.weigh(M, n, exp_A, A.lower_bound, warp - (P.warps - fold.WEIGHING_WARPS), lane, P)
+            index = warp - (P.warps - fold.WEIGHING_WARPS)
+            fold.weigh(M, n, exp_A, A.lower_bound, index, lane, P)
         arch.sync_threads()
+
         if const_expr(P.split > 1):
             arch.cluster_wait()
             send_vectors(M, at, P)
-
         if const_expr(P.fold == "early"):
-            if n > 0:
-                fold_state(A, S, M, page, n, P)
+            fold_state(A, S, M, page, n, P)
         if const_expr(P.split > 1):
             blocks.poll(M.barriers.iterator + _VECTORS, 0)
         chunked.build_fragments(M.fragments, M.qkv, M.gamma, A.scale, warp, P.warps, lane, P)
@@ -252,28 +227,12 @@ def kda_fused(A: Arguments, P: cutlass.Constexpr) -> None:
         conv_window.store_own(M, fold.window_of(A, page, n), at, P)
         arch.sync_threads()
 
-        for i in range_constexpr(chunked.STEPS // P.warps):
-            chunked.token_products(M.fragments, M.partials, warp + i * P.warps, lane, P)
-        arch.sync_threads()
-        if warp == P.warps - 1:
-            beta = blocks.sigmoid(M.beta[at.head % 2, min(lane % P.slots, P.tokens - 1)].to(Float32))
-            chunked.solve(M.partials, M.pairs, M.matrix, M.solution, beta, lane, P)
-            if const_expr(P.column_parts == 1):
-                arch.mbarrier_arrive(M.barriers.iterator + _SOLUTION)
+        solve(M, at.head, warp, lane, P)
         sums = chunked.accumulators(P)
         if const_expr(P.fold == "late"):
-            if n > 0:
-                fold_state(A, S, M, page, n, P)
+            fold_state(A, S, M, page, n, P)
         multiply(sums, S, M, warp // P.row_tiles, lane, P)
-        if const_expr(P.column_parts == 1):
-            arch.mbarrier_wait(M.barriers.iterator + _SOLUTION, 0)
-            finish(A, sums, M, row, P)
-        else:
-            put_part(sums, M, warp, lane, P)
-            arch.sync_threads()
-            if warp < P.row_tiles:
-                add_parts(sums, M, warp, lane, P)
-                finish(A, sums, M, row, P)
+        finish(A, sums, M, row, warp, lane, P)
     else:
         arch.cp_async_commit_group()
         arch.cp_async_wait_group(0)
@@ -285,17 +244,37 @@ def kda_fused(A: Arguments, P: cutlass.Constexpr) -> None:
 
 
 @cute.jit
-def place_of(A: Arguments, tid: Int32, column: Int32, P: cutlass.Constexpr) -> Place:
-    rank, head = column % P.split, column // P.split
+def join_cluster(M: Smem, tid: Int32, P: cutlass.Constexpr) -> None:
+    """Prepare mbarriers and, in a cluster, say so; a wait for the other CTAs is to follow."""
+    if const_expr(P.split > 1):
+        blocks.declare_cluster(P.split)
+    if tid == 0:
+        arch.mbarrier_init(M.barriers.iterator + _VECTORS, 1)
+        arch.mbarrier_init(M.barriers.iterator + _SUMS, 1)
+        arch.mbarrier_init(M.barriers.iterator + _SOLUTION, 32)
+        arch.mbarrier_init_fence()
+    if const_expr(P.split > 1):
+        arch.sync_warp()
+        if tid == 0:
+            sent = (P.split - 1) * P.tokens * P.sent_units * 16
+            squares = chunked.WARPS * P.slots * 4
+            arch.mbarrier_arrive_and_expect_tx(M.barriers.iterator + _VECTORS, sent)
+            arch.mbarrier_arrive_and_expect_tx(M.barriers.iterator + _SUMS, squares)
+        arch.cluster_arrive_relaxed()
+
+
+@cute.jit
+def place_of(A: Arguments, tid: Int32, warp: Int32, rank: Int32, head: Int32, P: cutlass.Constexpr) -> Place:
     channel = head * HEAD_DIM + rank * P.rows
-    return Place(tid, arch.make_warp_uniform(tid // 32), tid % 32, rank, head, channel, A.heads * HEAD_DIM)
+    return Place(tid, warp, tid % 32, rank, head, channel, A.heads * HEAD_DIM)
 
 
 @cute.jit
 def here(A: Arguments, P: cutlass.Constexpr) -> Place:
     """`place_of`, from special registers read where this stands."""
     tid, column = blocks.special("%tid.x"), blocks.special("%ctaid.x")
-    place: Place = place_of(A, tid, column, P)
+    rank, head = column % P.split, column // P.split
+    place: Place = place_of(A, tid, arch.make_warp_uniform(tid // 32), rank, head, P)
     return place
 
 
@@ -319,6 +298,60 @@ def load_weights(A: Arguments, M: Smem, at: Place, P: cutlass.Constexpr) -> None
     prologue.copy_rows(M.norm_weight.iterator, A.norm_weight + Int64(at.rank * P.rows) * 4, none, none, rows, at, P)
     if at.tid == P.threads - 1:
         blocks.copy_async(M.A_log.iterator.toint(), A.A_log + Int64(at.head) * 4, 4)
+
+
+@cute.jit
+def load_gate_weights(A: Arguments, weights: cute.Tensor, at: Place, P: cutlass.Constexpr) -> None:
+    """Those of a tile of gate features, to registers of the warps that have one."""
+    tile = gate_tile(at, P)
+    features = A.f_b + Int64(at.head * HEAD_DIM) * (2 * HEAD_DIM)
+    if const_expr(P.row_tiles == P.warps):
+        gate_product.load(weights, features, tile, at.lane, P)
+    else:
+        if at.warp >= P.gate_warp and at.warp < P.gate_warp + P.row_tiles:
+            gate_product.load(weights, features, tile, at.lane, P)
+
+
+def gate_tile(at: Place, P: Plan) -> Int32:
+    """A warp's tile of 16 gate features, of the item's eight, if it has one."""
+    return at.rank * P.row_tiles + (at.warp - P.gate_warp)
+
+
+@cute.jit
+def load_item(
+    A: Arguments,
+    S: cute.Tensor,
+    M: Smem,
+    page: Int32,
+    row: Int32,
+    inputs: Int64,
+    at: Place,
+    P: cutlass.Constexpr,
+) -> Int32:
+    """Ask for window, record and projection, by cp.async, and for the state, to registers.
+
+    Returns the count of pending tokens, as the request has it.
+    """
+    record = prologue.record_of(A, row, at.head)
+    if const_expr(P.layout == "rows"):
+        conv_window.load_own(M, fold.window_of(A, page, Int32(0)), at, P)
+    if const_expr(P.records == "all"):
+        load_record(M, record, Int32(P.tokens), at, P)
+    if const_expr(P.state_first):
+        load_rows(S, rows_of(A, page, at, P), P)
+    arch.griddepcontrol_wait()
+    arch.griddepcontrol_launch_dependents()
+    prologue.load_projection(prologue.copy_rows, M, inputs, A.pitch, at, P)
+    pending = fold.pending_of(A, row)
+    if const_expr(not P.state_first):
+        # Keeps the state's loads behind the copies, which are waited for first.
+        arch.sync_warp()
+        load_rows(S, rows_of(A, page, at, P), P)
+    if const_expr(P.records == "pending"):
+        load_record(M, record, fold.clamped(pending, P), at, P)
+    if const_expr(P.layout != "rows"):
+        conv_window.load_own(M, fold.window_of(A, page, fold.clamped(pending, P)), at, P)
+    return pending
 
 
 @cute.jit
@@ -367,7 +400,25 @@ def gate(
     at: Place,
     P: cutlass.Constexpr,
 ) -> None:
-    """Gamma and raw gates of 16 features, those of a tile of the item's eight."""
+    """Gamma and raw gates of the CTA's features, on the warps that have a tile of them."""
+    if const_expr(P.row_tiles == P.warps):
+        gate_features(M, weights, exp_A, lower_bound, tile, at, P)
+    else:
+        if at.warp >= P.gate_warp and at.warp < P.gate_warp + P.row_tiles:
+            gate_features(M, weights, exp_A, lower_bound, tile, at, P)
+
+
+@cute.jit
+def gate_features(
+    M: Smem,
+    weights: cute.Tensor,
+    exp_A: Float32,
+    lower_bound: Float32,
+    tile: Int32,
+    at: Place,
+    P: cutlass.Constexpr,
+) -> None:
+    """`gate` of a tile."""
     raw = gate_product.product(weights, M.f_a, at.lane, P)
     # The record still holds the old gates.
     none = Record(Int32(-1), Int64(0), Int64(0))
@@ -447,21 +498,18 @@ def send_vectors(M: Smem, at: Place, P: cutlass.Constexpr) -> None:
 
 @cute.jit
 def fold_state(A: Arguments, S: cute.Tensor, M: Smem, page: Int32, n: Int32, P: cutlass.Constexpr) -> None:
-    """S e^{L_n} + U K of this thread's cells, in place and to the page.
-
-    A cell's columns 0, 1 and 2, 3 of both rows are each what an m16n8 accumulator has on this lane. The K axis holds
-    tokens: up to eight as (hi, lo) of the corrections, with the keys' hi and then their lo; up to four as (hi, lo, hi,
-    lo) against (hi, hi, lo, lo).
-    """
-    at = here(A, P)
-    lane, part = at.lane, at.warp // P.row_tiles
-    u = fold.old_corrections(M, n, at.warp % P.row_tiles, lane, P)
-    atom = fold.store_atom(P)
-    target = _cells(rows_of(A, page, at, P), P)
-    for c in range_constexpr(P.cells):
-        fold.fold_cell(S[None, 0, c], S[None, 1, c], u, M, part * P.cells + c, lane, P)
-        for row in range_constexpr(2):
-            cute.copy(atom, S[None, row, c], target[None, row, c])
+    """If tokens are pending: S e^{L_n} + U K of this thread's cells, in place and to the page."""
+    if n > 0:
+        at = here(A, P)
+        lane, part = at.lane, at.warp // P.row_tiles
+        u = fold.old_corrections(M, n, at.warp % P.row_tiles, lane, P)
+        atom = fold.store_atom(P)
+        target = _cells(rows_of(A, page, at, P), P)
+        for c in range_constexpr(P.cells):
+            cell = part * P.cells + c
+            fold.fold_cell(S[None, 0, c], S[None, 1, c], u, M, cell, lane, P)
+            for row in range_constexpr(2):
+                cute.copy(atom, S[None, row, c], target[None, row, c])
 
 
 @cute.jit
@@ -482,6 +530,21 @@ def store_keys_and_gates(M: Smem, record: Record, at: Place, P: cutlass.Constexp
 
 
 @cute.jit
+def solve(M: Smem, head: Int32, warp: Int32, lane: Int32, P: cutlass.Constexpr) -> None:
+    """A and B, a part per warp; the last warp turns them into the triangles, and says so to others
+    if they are to come by a mbarrier."""
+    for i in range_constexpr(chunked.STEPS // P.warps):
+        chunked.token_products(M.fragments, M.partials, warp + i * P.warps, lane, P)
+    arch.sync_threads()
+    if warp == P.warps - 1:
+        raw = M.beta[head % 2, min(lane % P.slots, P.tokens - 1)]
+        beta = blocks.sigmoid(raw.to(Float32))
+        chunked.solve(M.partials, M.pairs, M.matrix, M.solution, beta, lane, P)
+        if const_expr(P.column_parts == 1):
+            arch.mbarrier_arrive(M.barriers.iterator + _SOLUTION)
+
+
+@cute.jit
 def multiply(sums: cute.Tensor, S: cute.Tensor, M: Smem, part: Int32, lane: Int32, P: cutlass.Constexpr) -> None:
     """Add the products of this thread's cells with the window's vectors."""
     address = M.fragments.iterator.toint() + part * (P.cells * P.step_bytes)
@@ -496,7 +559,30 @@ def multiply(sums: cute.Tensor, S: cute.Tensor, M: Smem, part: Int32, lane: Int3
 
 
 @cute.jit
+def finish(
+    A: Arguments,
+    sums: cute.Tensor,
+    M: Smem,
+    row: Int32,
+    warp: Int32,
+    lane: Int32,
+    P: cutlass.Constexpr,
+) -> None:
+    """Corrections and outputs, behind the triangles; the products summed where warps share rows."""
+    if const_expr(P.column_parts == 1):
+        arch.mbarrier_wait(M.barriers.iterator + _SOLUTION, 0)
+        finish_tile(A, sums, M, row, P)
+    else:
+        put_part(sums, M, warp, lane, P)
+        arch.sync_threads()
+        if warp < P.row_tiles:
+            add_parts(sums, M, warp, lane, P)
+            finish_tile(A, sums, M, row, P)
+
+
+@cute.jit
 def put_part(sums: cute.Tensor, M: Smem, warp: Int32, lane: Int32, P: cutlass.Constexpr) -> None:
+    """This warp's products, of its part of the columns, where `add_parts` finds them."""
     for tile in range_constexpr(P.tiles):
         total = cute.make_rmem_tensor(4, Float32)
         for i in range_constexpr(4):
@@ -517,7 +603,7 @@ def add_parts(sums: cute.Tensor, M: Smem, row_tile: Int32, lane: Int32, P: cutla
 
 
 @cute.jit
-def finish(A: Arguments, sums: cute.Tensor, M: Smem, row: Int32, P: cutlass.Constexpr) -> None:
+def finish_tile(A: Arguments, sums: cute.Tensor, M: Smem, row: Int32, P: cutlass.Constexpr) -> None:
     """Corrections and outputs of a warp's tile of rows."""
     # Asked for anew, so that less is kept in registers until here.
     at = here(A, P)
