@@ -30,12 +30,10 @@ from pathlib import Path
 from typing import Any
 
 from kda_kernels.device import machine_code, sources
+from kda_kernels.device.gpu import RESERVED_SMEM_BYTES, SM_REGISTERS, SM_SMEM_BYTES
 
-_SM_REGISTERS = 65_536
-_SM_SMEM = 233_472  # 228 KiB
 _SM_THREADS = 2_048
 _SM_CTAS = 32
-_RESERVED_SMEM = 1_024  # per CTA, taken by the system
 _DEFAULT_SMEM = 48 * 1024
 
 _OPTIONS = "--keep-ptx --keep-cubin"
@@ -66,8 +64,8 @@ class Resources:
         """Resident CTAs by registers, shared memory and threads."""
         warps = -(-self.threads // 32)
         registers = warps * 256 * -(-self.registers * 32 // 256)
-        smem = self.smem_bytes + _RESERVED_SMEM
-        return min(_SM_REGISTERS // registers, _SM_SMEM // smem, _SM_THREADS // self.threads, _SM_CTAS)
+        smem = self.smem_bytes + RESERVED_SMEM_BYTES
+        return min(SM_REGISTERS // registers, SM_SMEM_BYTES // smem, _SM_THREADS // self.threads, _SM_CTAS)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,11 @@ from dataclasses import dataclass
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 """Targets the kernels are written for."""
 
+SM_REGISTERS = 65_536
+SM_SMEM_BYTES = 233_472  # 228 KiB
+RESERVED_SMEM_BYTES = 1_024
+"""Of shared memory, taken by the system for each CTA."""
+
 _SMEM_PER_BLOCK = 232_448  # 227 KiB, the opt-in limit of every target above
 
 

@@ -30,9 +30,6 @@ from kda_kernels.problem import ceil_div
 Smem = cutlass.Constexpr
 """Annotates a parameter that is a bundle of tensors in shared memory."""
 
-SM_BYTES = 233_472
-"""Bytes of an SM, RESERVED_BYTES of which are lost by each CTA."""
-RESERVED_BYTES = 1_024
 ALIGNMENT = 128
 """Of shared memory that cp.async fills: where source and target differ modulo 128, lines are written in pieces, and
 modulo 32 also fetched twice."""

@@ -15,8 +15,8 @@ from pathlib import Path
 
 PACKAGE = "kda_kernels"
 _ROOT = Path(__file__).parent.parent
-_ALWAYS = (f"{PACKAGE}.problem",)
-"""Decides code by its constants, though it knows nothing of the DSL."""
+_ALWAYS = (f"{PACKAGE}.problem", f"{PACKAGE}.device.gpu")
+"""Decide code by their constants, though they know nothing of the DSL."""
 
 
 def path_of(module: str) -> Path:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kda_kernels.device import smem
+from kda_kernels.device.gpu import RESERVED_SMEM_BYTES, SM_REGISTERS, SM_SMEM_BYTES
 from kda_kernels.problem import HEAD_DIM
 from kda_kernels.step import StepPlan
-
-_SM_REGISTERS = 65_536
 
 
 @dataclass(frozen=True)
@@ -39,5 +37,5 @@ class ClusterPlan(StepPlan):
 
     def ctas_with(self, registers: int) -> int:
         """CTAs that an SM holds, with so many registers per thread."""
-        by_smem = smem.SM_BYTES // (self.smem_bytes + smem.RESERVED_BYTES)
-        return min(_SM_REGISTERS // (registers * self.threads), by_smem)
+        by_smem = SM_SMEM_BYTES // (self.smem_bytes + RESERVED_SMEM_BYTES)
+        return min(SM_REGISTERS // (registers * self.threads), by_smem)

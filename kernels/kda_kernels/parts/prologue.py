@@ -30,29 +30,10 @@ from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, ceil_div
 
 SPLITS = (1, 2, 4, 8)
 """CTAs that can share an item, as a cluster."""
-SM_SMEM = 233_472
-"""Bytes of an SM, RESERVED_SMEM of which are lost by each CTA."""
-RESERVED_SMEM = 1_024
-ALIGNMENT = 128
-"""Of shared memory that cp.async fills: where source and target differ modulo 128, lines are written in pieces, and
-modulo 32 also fetched twice."""
 
 arch = cute.arch
 GMEM = cutlass.AddressSpace.gmem
 SMEM = cutlass.AddressSpace.smem
-
-
-@dataclass(frozen=True)
-class Operands:
-    """What an item's operands are in shared memory, beside the weights."""
-
-    x: Any  # [history + tokens, 3, rows] bf16
-    f_a: Any  # [tokens, K] bf16, swizzled where tensor cores read it
-    out_gate: Any  # [tokens, rows] bf16
-    window: Any  # layout rows: [3, rows, entries] bf16; else the first entries of x
-    dt_bias: Any  # of the gate features that the CTA computes
-    A_log: Any  # [1]
-    beta: Any  # [tokens, 2] bf16, of an even head and its neighbour
 
 
 class Place(NamedTuple):
@@ -118,35 +99,6 @@ def record_of(A: Arguments, row: Int32, head: Int32) -> Record:
 def state_of(A: Arguments, slot: Int32, head: Int32, P: cutlass.Constexpr) -> Int64:
     """Address of an item's state in a slot."""
     return A.state + (Int64(slot) * A.state_stride + Int64(head) * (HEAD_DIM * HEAD_DIM)) * P.item_bytes
-
-
-def aligned(areas: dict[str, int]) -> dict[str, int]:
-    """Sizes of areas of shared memory with what aligns the next one."""
-    return {name: ALIGNMENT * ceil_div(size, ALIGNMENT) for name, size in areas.items()}
-
-
-def viewer(starts: dict[str, tuple[Int32, int]]) -> Any:
-    """Of areas of shared memory, each an address and the bytes from there to its start: a function that makes a tensor
-    of a part of one."""
-
-    def view(dtype: Any, name: str, layout: Any, skip: int = 0) -> Any:
-        """Behind the first `skip` bytes; None if there is no such area."""
-        if name not in starts:
-            return None
-        address, offset = starts[name]
-        pointer = cute.make_ptr(dtype, address + (offset + skip), SMEM, assumed_align=16)
-        return cute.make_tensor(pointer, cute.make_layout(layout))
-
-    return view
-
-
-def side_by_side(areas: dict[str, int], address: Int32) -> Any:
-    """`viewer` of areas of these sizes that follow each other."""
-    starts, offset = {}, 0
-    for name, size in areas.items():
-        starts[name] = (address, offset)
-        offset += size
-    return viewer(starts)
 
 
 @cute.jit

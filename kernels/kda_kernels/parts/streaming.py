@@ -25,8 +25,8 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, range_c
 
 from kda_kernels import step, walk
 from kda_kernels.arguments import Arguments
-from kda_kernels.device import blocks, smem
-from kda_kernels.device.gpu import Gpu
+from kda_kernels.device import blocks
+from kda_kernels.device.gpu import RESERVED_SMEM_BYTES, SM_SMEM_BYTES, Gpu
 from kda_kernels.device.smem import Area, Smem
 from kda_kernels.parts import chunked, gate_product, prologue
 from kda_kernels.parts.conv_window import Window
@@ -35,7 +35,7 @@ from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, HISTORY, Problem, ceil_div
 
 THREADS = 32 * chunked.WARPS
 CTAS_PER_SM = 2
-SMEM_BYTES = smem.SM_BYTES // CTAS_PER_SM - smem.RESERVED_BYTES
+SMEM_BYTES = SM_SMEM_BYTES // CTAS_PER_SM - RESERVED_SMEM_BYTES
 """Shared memory of a CTA, so that two fit an SM."""
 
 _CONVOLVING_THREADS = 32 * chunked.CONVOLVING_WARPS

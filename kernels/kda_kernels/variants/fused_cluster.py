@@ -32,7 +32,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr, 
 from kda_kernels import step
 from kda_kernels.arguments import Arguments
 from kda_kernels.device import blocks, smem
-from kda_kernels.device.gpu import Gpu
+from kda_kernels.device.gpu import RESERVED_SMEM_BYTES, SM_REGISTERS, SM_SMEM_BYTES, Gpu
 from kda_kernels.device.smem import Area, Smem
 from kda_kernels.parts import chunked, conv_window, fold, gate_product, prologue
 from kda_kernels.parts.conv_window import Window
@@ -153,7 +153,7 @@ class Plan(fold.Shape):
         registers = 96
         if self.cells == self.row_cells:
             registers = 128 if self.split == 1 else 168
-        return min(65_536 // (registers * self.threads), smem.SM_BYTES // (self.smem_bytes + smem.RESERVED_BYTES))
+        return min(SM_REGISTERS // (registers * self.threads), SM_SMEM_BYTES // (self.smem_bytes + RESERVED_SMEM_BYTES))
 
     def on(self, gpu: Gpu) -> Plan:
         """The plan for a GPU: with gate weights by eight bytes where those by sixteen spill.

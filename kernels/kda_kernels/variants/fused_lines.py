@@ -27,7 +27,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr, 
 from kda_kernels import step
 from kda_kernels.arguments import Arguments
 from kda_kernels.device import blocks, smem
-from kda_kernels.device.gpu import Gpu
+from kda_kernels.device.gpu import RESERVED_SMEM_BYTES, SM_SMEM_BYTES, Gpu
 from kda_kernels.device.smem import Area, Smem
 from kda_kernels.parts import chunked, conv_window, fold, gate_product, prologue, wide_prologue
 from kda_kernels.parts.prologue import Place, Record
@@ -86,7 +86,7 @@ class Plan(fold.Shape):
 
     @property
     def fits(self) -> bool:
-        return self.ctas_per_sm * (self.smem_bytes + smem.RESERVED_BYTES) <= smem.SM_BYTES
+        return self.ctas_per_sm * (self.smem_bytes + RESERVED_SMEM_BYTES) <= SM_SMEM_BYTES
 
     def on(self, gpu: Gpu) -> Plan:
         """The plan for a GPU: with gate weights by eight bytes where those by sixteen spill.

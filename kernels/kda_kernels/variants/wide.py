@@ -35,7 +35,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr, 
 from kda_kernels import arguments, step
 from kda_kernels.arguments import Arguments
 from kda_kernels.device import blocks, smem
-from kda_kernels.device.gpu import Gpu
+from kda_kernels.device.gpu import RESERVED_SMEM_BYTES, SM_SMEM_BYTES, Gpu
 from kda_kernels.device.smem import Area, Smem
 from kda_kernels.operands import StepOperands
 from kda_kernels.parts import chunked, conv_window, gate_product, prologue, state_rows, wide_prologue
@@ -151,7 +151,7 @@ class Plan(chunked.Shape):
 
     @property
     def fits(self) -> bool:
-        return self.ctas_per_sm * (self.smem_bytes + smem.RESERVED_BYTES) <= smem.SM_BYTES
+        return self.ctas_per_sm * (self.smem_bytes + RESERVED_SMEM_BYTES) <= SM_SMEM_BYTES
 
 
 def _decode_areas(p: Plan) -> dict[str, Area]:

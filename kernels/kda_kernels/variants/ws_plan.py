@@ -11,6 +11,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, range_c
 
 from kda_kernels.arguments import Arguments
 from kda_kernels.device import blocks, smem
+from kda_kernels.device.gpu import SM_REGISTERS
 from kda_kernels.device.ring import Ring
 from kda_kernels.device.smem import Area, Smem
 from kda_kernels.parts.chunked import STEPS
@@ -21,7 +22,7 @@ from kda_kernels.walk import Item
 PROLOGUE, PRODUCT, EPILOGUE = 8, 8, 4
 """Warps of each group."""
 THREADS = 32 * (PROLOGUE + PRODUCT + EPILOGUE)
-LAUNCHED = 65_536 // THREADS // 8 * 8
+LAUNCHED = SM_REGISTERS // THREADS // 8 * 8
 """Registers per thread that a CTA starts with."""
 REGISTERS = {
     ("decode", "rows"): (80, 136, 48),
