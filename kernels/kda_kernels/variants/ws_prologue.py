@@ -98,12 +98,10 @@ def prologue(
     arch.griddepcontrol_launch_dependents()
     load_rows(A, M, Int32(0), Int32(0), work, start.request, L, P)
     arch.cp_async_commit_group()
-    load_window(A, M, Int32(1), following, L, P)
-    load_rows(A, M, Int32(1), Int32(1), following, item.request, L, P)
-    arch.cp_async_commit_group()
+    load_inputs(A, M, Int32(1), Int32(1), following, item.request, L, P)
     arch.sync_threads()
 
-    third = ring.first()  # of f_a, and of the values
+    f_a_turn = ring.first()  # that of the values too: they have as many stages
     for n in cutlass.range(count, unroll=1):
         turn = M.vector_ring.turn(n)
         stage = turn.stage
@@ -112,25 +110,14 @@ def prologue(
             load_numbers(A, numbers, item, lane, P)
         # All copies but those for item n+1.
         arch.cp_async_wait_group(1)
-        M.f_a_ring.producer_commit(third)
+        M.f_a_ring.producer_commit(f_a_turn)
         if work.head != loaded:
             loaded = work.head
-            load_taps(A, M, work.head, L, P)
-            if const_expr(P.keeps_gate):
-                load_gate(A, G, work.head, zero, L)
-            arch.cp_async_commit_group()
-            arch.cp_async_wait_group(0)
-            arch.sync_warp()
+            change_head(A, M, G, work.head, zero, L, P)
 
-        x = M.inputs[None, stage]
-        window = x
-        if const_expr(P.layout == "rows"):
-            window = M.window[None, stage]
-            if work.slot > 0:
-                roll_history(window, x, work.entry, L, P)
-                arch.sync_warp()
-        M.f_a_ring.consumer_wait(third)
-        f_a = M.f_a[None, third.stage]
+        x, window = inputs_of(M, stage, work, L, P)
+        M.f_a_ring.consumer_wait(f_a_turn)
+        f_a = M.f_a[None, f_a_turn.stage]
         raw = cute.make_rmem_tensor((2, P.lane_tokens), BFloat16)
         logs = cute.make_rmem_tensor((2, P.lane_tokens), Float32)
         if work.slot > 0:
@@ -140,18 +127,14 @@ def prologue(
 
         M.vector_ring.producer_acquire(turn)
         if const_expr(P.chunked):
-            M.value_ring.producer_acquire(third)
+            M.value_ring.producer_acquire(f_a_turn)
         if work.slot > 0:
-            sums = M.sums[None, third.stage if const_expr(P.chunked) else stage]
+            sums = M.sums[None, f_a_turn.stage if const_expr(P.chunked) else stage]
             if const_expr(P.chunked):
-                record_vectors(A, M, x, window, raw, logs, sums, stage, third.stage, work, L, P)
+                record_vectors(A, M, x, window, raw, logs, sums, stage, f_a_turn.stage, work, L, P)
             else:
                 step_vectors(M, x, window, logs, sums, stage, L, P)
-            if warp == 0 and lane < P.tokens:
-                beta = f_a[lane * BOTTLENECK_PITCH + HEAD_DIM + (work.head & 1)].to(Float32)
-                if const_expr(not P.chunked):
-                    beta = blocks.sigmoid(beta)
-                sums[lane * P.sum_words + PROLOGUE * P.sums] = beta
+            put_beta(f_a, sums, work.head, L, P)
         # Once on each way: behind one arrival for both, what stores the window moves ahead of it, and spills.
         if work.slot > 0:
             M.vector_ring.producer_commit(turn)
@@ -159,15 +142,13 @@ def prologue(
         else:
             M.vector_ring.producer_commit(turn)
 
-        third = M.f_a_ring.after(third)
-        # The stage of the bottleneck after the next is that of item n-1, whose gate all warps have behind them: each of
-        # them has arrived for item n since.
+        f_a_turn = M.f_a_ring.after(f_a_turn)
+        # The stage of f_a after the next is that of item n-1, whose gate all warps have behind them: each of them has
+        # arrived for item n since.
         arch.sync_warp()
-        later_stage = M.f_a_ring.after(third).stage
+        later_stage = M.f_a_ring.after(f_a_turn).stage
         later = work_of(numbers, item, n + 2, count, P)
-        load_window(A, M, stage, later, L, P)
-        load_rows(A, M, stage, later_stage, later, item.request, L, P)
-        arch.cp_async_commit_group()
+        load_inputs(A, M, stage, later_stage, later, item.request, L, P)
         work, following = following, later
 
 
@@ -211,6 +192,17 @@ def load_gate(A: Arguments, G: Gate, head: Int32, zero: Int32, L: Lane) -> None:
 
 
 @cute.jit
+def change_head(A: Arguments, M: Smem, G: Gate, head: Int32, zero: Int32, L: Lane, P: cutlass.Constexpr) -> None:
+    """Convolution weights, and gate weights that stay in registers, of another head; waits for all copies."""
+    load_taps(A, M, head, L, P)
+    if const_expr(P.keeps_gate):
+        load_gate(A, G, head, zero, L)
+    arch.cp_async_commit_group()
+    arch.cp_async_wait_group(0)
+    arch.sync_warp()
+
+
+@cute.jit
 def load_taps(A: Arguments, M: Smem, head: Int32, L: Lane, P: cutlass.Constexpr) -> None:
     """Ask for the convolution weights [3, 4, 128] and biases [3, 128] of the warp's channels."""
     units = _WARP_CHANNELS * P.weight_bytes // 16  # of a row
@@ -232,6 +224,23 @@ def load_taps(A: Arguments, M: Smem, head: Int32, L: Lane, P: cutlass.Constexpr)
         else:
             for i in range_constexpr(UNIT * 2 // P.weight_bytes):
                 M.bias[target // P.weight_bytes + i] = P.conv_dtype(0)
+
+
+@cute.jit
+def load_inputs(
+    A: Arguments,
+    M: Smem,
+    stage: Int32,
+    f_a_stage: Int32,
+    work: Work,
+    request: Int32,
+    L: Lane,
+    P: cutlass.Constexpr,
+) -> None:
+    """Ask for the window and the rows of an item, as a group of copies."""
+    load_window(A, M, stage, work, L, P)
+    load_rows(A, M, stage, f_a_stage, work, request, L, P)
+    arch.cp_async_commit_group()
 
 
 @cute.jit
@@ -298,6 +307,19 @@ def load_rows(
             # The word's other half is beta of a neighbouring head, or padding of the row.
             if L.number == 0:
                 blocks.copy_async(place + 2 * HEAD_DIM, f_a + 2 * HEAD_DIM + (work.head >> 1) * 4, 4)
+
+
+@cute.jit
+def inputs_of(M: Smem, stage: Int32, work: Work, L: Lane, P: cutlass.Constexpr) -> tuple[cute.Tensor, cute.Tensor]:
+    """A stage's inputs, with the history before them, and window, which for taps is the inputs."""
+    x = M.inputs[None, stage]
+    window = x
+    if const_expr(P.layout == "rows"):
+        window = M.window[None, stage]
+        if work.slot > 0:
+            roll_history(window, x, work.entry, L, P)
+            arch.sync_warp()
+    return x, window
 
 
 @cute.jit
@@ -573,6 +595,16 @@ def put_sums(values: cute.Tensor, sums: cute.Tensor, L: Lane, P: cutlass.Constex
     which, t = index // P.lane_tokens, P.lane_tokens * L.q + index % P.lane_tokens
     if g % copies == 0 and which < P.sums and t < P.tokens:
         sums[t * P.sum_words + which * PROLOGUE + L.warp] = values[0]
+
+
+@cute.jit
+def put_beta(f_a: cute.Tensor, sums: cute.Tensor, head: Int32, L: Lane, P: cutlass.Constexpr) -> None:
+    """beta of all tokens behind their sums; in the chunked form the raw one."""
+    if L.warp == 0 and L.number < P.tokens:
+        beta = f_a[L.number * BOTTLENECK_PITCH + HEAD_DIM + (head & 1)].to(Float32)
+        if const_expr(not P.chunked):
+            beta = blocks.sigmoid(beta)
+        sums[L.number * P.sum_words + PROLOGUE * P.sums] = beta
 
 
 @cute.jit
