@@ -152,9 +152,8 @@ def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
 def launch(compiled: Compiled, operands: StepOperands, stream: int) -> None:
     """Enqueue one step. Raises ValueError, naming the operand, for operands that the compiled kernel can't take."""
     _check(compiled.plan, operands)
-    items = operands.A_log.shape[0] * operands.slots.shape[0]
-    per, ctas = walk.schedule(items, compiled.sms, least=2)
-    step.enqueue("KdaWS", compiled, operands, stream, (ctas, 1, 1), per)
+    runs = walk.PLAIN.runs(operands.A_log.shape[0], operands.slots.shape[0], compiled.sms, least=2)
+    step.enqueue("KdaWS", compiled, operands, stream, runs.grid, runs.per)
 
 
 def _check(p: Plan, o: StepOperands) -> None:
