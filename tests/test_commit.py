@@ -16,7 +16,7 @@ from kda_kernels.device import cubin
 from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import make_commit
 from kda_kernels.problem import HEAD_DIM, MAX_TOKENS, Problem
-from kda_kernels.variants import commit
+from kda_kernels.variants import commit, commit_fold
 
 H200 = Gpu("sm_90a", 132)
 THIRD_OF_AN_SM = 233_472 // 3 - 1024
@@ -53,7 +53,7 @@ def test_threads_cover_a_tile_once_with_the_columns_of_their_vectors(
     dtype: str, align: bool, form: tuple[str, int, int]
 ) -> None:
     ctas = commit.most_ctas(dtype, rows_spec(form, align=align))  # type: ignore[arg-type]
-    choices = commit._Choices(dtype, "direct", align, *form, ctas_per_sm=ctas)  # type: ignore[arg-type]
+    choices = commit_fold.Plan(dtype, "direct", align, *form, ctas_per_sm=ctas)  # type: ignore[arg-type]
     (vector, runs, rows), (lanes, groups), steps, _ = choices.tile_shape
     (s_vector, s_run, s_row), (s_lane, s_group), s_step, s_stage = choices.tile_stride
     seen = []
@@ -62,14 +62,14 @@ def test_threads_cover_a_tile_once_with_the_columns_of_their_vectors(
         seen.append(at)
         row, channel = divmod(at, HEAD_DIM)
         c = j * vector + e  # among the thread's columns: [half, 4] in `take_vectors`
-        assert commit.place(channel, vector) == c % 4 + 4 * lane + 64 * (c // 4)
+        assert commit_fold.place(channel, vector) == c % 4 + 4 * lane + 64 * (c // 4)
         assert row == r + rows * (g + groups * step)  # the row whose corrections `fold` takes
-    assert lanes * groups == commit.THREADS
+    assert lanes * groups == commit_fold.THREADS
     assert sorted(seen) == list(range(s_stage))
     assert s_stage * choices.item_bytes == choices.tile_bytes
     assert choices.tiles * s_stage == choices.rows_per_cta * HEAD_DIM
     assert choices.parts * choices.rows_per_cta == HEAD_DIM
-    assert sorted(commit.place(c, vector) for c in range(HEAD_DIM)) == list(range(HEAD_DIM))
+    assert sorted(commit_fold.place(c, vector) for c in range(HEAD_DIM)) == list(range(HEAD_DIM))
 
 
 @pytest.mark.parametrize(
@@ -114,11 +114,11 @@ def test_supported(dtype: str, kind: str) -> None:
 def test_three_ctas_per_sm_and_no_spills(arch: str, dtype: str, align: bool, store: str) -> None:
     compiled = commit.compile(problem(dtype), commit.Spec(store=store, align=align), Gpu(arch, 132))  # type: ignore[arg-type]
     found = compiled.resources
-    assert found.threads == commit.THREADS
+    assert found.threads == commit_fold.THREADS
     assert found.stack_bytes == 0
     assert found.registers <= 168
-    assert 2 * commit.TILE_BYTES < found.smem_bytes <= THIRD_OF_AN_SM
-    assert found.ctas_per_sm == commit.CTAS_PER_SM
+    assert 2 * commit_fold.TILE_BYTES < found.smem_bytes <= THIRD_OF_AN_SM
+    assert found.ctas_per_sm == commit_fold.CTAS_PER_SM
     assert commit.KERNELS[0] in compiled.binary.symbol
     assert len(compiled.binary.parameters) == 15
 
@@ -131,7 +131,7 @@ def test_most_ctas_per_sm_and_no_spills(arch: str, dtype: str, align: bool, form
     spec = rows_spec(form, align=align)
     compiled = commit.compile(problem(dtype), spec, Gpu(arch, 132))
     found = compiled.resources
-    assert found.threads == commit.THREADS
+    assert found.threads == commit_fold.THREADS
     assert found.stack_bytes == 0
     assert found.ctas_per_sm >= commit.most_ctas(dtype, spec)  # type: ignore[arg-type]
     assert commit.KERNELS[0] in compiled.binary.symbol
@@ -169,7 +169,7 @@ def test_loads_are_in_flight_together(form: tuple[str, int, int], tmp_path: Path
     assert len(re.findall(r"\bLDG\.E\.128 ", before)) == 3
     source, rows, columns = form
     width = 8 * columns * 2
-    expected = rows * HEAD_DIM // columns // commit.THREADS if source == "registers" else 0
+    expected = rows * HEAD_DIM // columns // commit_fold.THREADS if source == "registers" else 0
     assert len(re.findall(rf"\bLDG\.E\.NA\.{width} ", after.split("DEPBAR.LE", 1)[0])) == expected
     assert len(re.findall(r"\bLDG\.", after)) == expected + (2 if source == "ring" else 0)  # the next head's weights
     if source != "ring":

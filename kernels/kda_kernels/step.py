@@ -15,7 +15,6 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32
 
 from kda_kernels import arguments
-from kda_kernels.arguments import Arguments
 from kda_kernels.device import cubin
 from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import StepOperands
@@ -149,7 +148,7 @@ def smem_refused(needed: int, most: int) -> str | None:
 
 
 def host_of(kernel: Any, cluster: bool = False, carveout: int | None = 100) -> Any:
-    """What `cubin.build` compiles for a kernel of (Arguments, plan): a launch with the plan's threads.
+    """What `cubin.build` compiles for a kernel of (arguments, plan): a launch with the plan's threads.
 
     cluster    launched in clusters of the plan's `cluster` CTAs
     carveout   per cent of an SM's memory asked for as shared memory; None: not asked
@@ -158,7 +157,7 @@ def host_of(kernel: Any, cluster: bool = False, carveout: int | None = 100) -> A
     options: dict[str, Any] = {} if carveout is None else {"preferred_smem_carveout": carveout}
 
     @cute.jit
-    def host(A: Arguments, P: cutlass.Constexpr) -> None:
+    def host(A: Any, P: cutlass.Constexpr) -> None:
         shape = {"cluster": (P.cluster, 1, 1)} if cutlass.const_expr(cluster) else {}
         kernel(A, P).launch(
             grid=(P.cluster if cutlass.const_expr(cluster) else 1, 1, 1),
