@@ -150,7 +150,7 @@ def recorded(results: Path, arch: str) -> list[Record]:
     for folder in sorted({path.parent for path in results.glob("*/*.jsonl")}):
         envs = json.loads((folder / "env.json").read_text(encoding="utf-8"))
         if {arch_of(env) for env in envs.values()} == {arch}:
-            found += load(sorted(folder.glob("*.jsonl")))
+            found += [record for path in sorted(folder.glob("*.jsonl")) for record in load([path])]
     return found
 
 

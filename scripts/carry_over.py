@@ -187,7 +187,8 @@ def old_digests(old: Path, names: Sequence[str]) -> dict[str, str]:
     code = "from kda_kernels import variants; import json, sys; "
     code += "found = {n: variants.digest(n) for n in sys.argv[1:]}; "
     code += "print(json.dumps([found, variants.spec_dict(variants.load('stock').Spec())]))"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(old), str(old / "kernels")])}
+    paths = [str(old), str(old / "kernels"), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths).rstrip(os.pathsep)}
     done = subprocess.run(
         [sys.executable, "-c", code, *names], env=environment, cwd=old, check=True, capture_output=True, text=True
     )
