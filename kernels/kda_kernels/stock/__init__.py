@@ -7,7 +7,7 @@ operands before it launches and raises ValueError naming the one that is wrong; 
 most `tokens` of them; without it they are `b * tokens .. (b + 1) * tokens - 1`. One with no tokens changes nothing.
 
 On CPU tensors everything runs under Triton's interpreter (TRITON_INTERPRET=1).
-Source: docs/operation.md. The kernels: `stock_kernels`.
+Source: docs/operation.md. The kernels: `kda_kernels.stock.kernels`.
 """
 
 from __future__ import annotations
