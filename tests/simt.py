@@ -29,8 +29,8 @@ import threading
 from array import array
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, make_dataclass, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -964,6 +964,8 @@ def load(*names: str) -> dict[str, ModuleType]:
             copy = importlib.util.module_from_spec(spec)
             sys.modules[spec.name] = copy
             spec.loader.exec_module(copy)
+            if hasattr(copy, "make_dataclass"):
+                copy.make_dataclass = _make_dataclass
             setattr(parents[module], _last(module), copy)
             loaded[_last(module)] = copy
     finally:
@@ -978,6 +980,17 @@ def load(*names: str) -> dict[str, ModuleType]:
             else:
                 setattr(parents[module], _last(module), was)
     return loaded
+
+
+@functools.cache
+def _bundle_class(name: str, names: tuple[str, ...]) -> type:
+    return make_dataclass(name, names, frozen=True)
+
+
+def _make_dataclass(name: str, names: Iterable[str], frozen: bool) -> type:
+    """The class of a bundle once: every emulated thread makes a bundle, and making a class takes a millisecond."""
+    assert frozen
+    return _bundle_class(name, tuple(names))
 
 
 def _last(module: str) -> str:

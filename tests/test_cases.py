@@ -590,7 +590,7 @@ def test_case_19_statistics_are_of_the_raw_samples_in_order(tmp_path: Path) -> N
         env = journal.add_env(synthetic.ENV)
         for index, us in enumerate(samples):
             journal.add_round(CELL, 0, index, [(STOCK, us, None, None)])
-        journal.set_outcome(CELL, 0, STOCK, "ok", None, 10**9, 1, "sha256:k", env, {})
+        journal.set_outcome(CELL, 0, STOCK, "ok", None, 10**9, 1, "k-0", env, {})
         path = export(journal, tmp_path, "synthetic-one", "dispatch")
     (row,) = records.load([path])
     assert list(row.samples_us) == samples
@@ -674,7 +674,7 @@ def test_case_24_a_results_folder_that_cannot_be_written(tmp_path: Path) -> None
     with Journal.open(tmp_path / "a.db", "sha256:0", "?") as journal:
         env = journal.add_env(synthetic.ENV)
         journal.add_round(CELL, 0, 0, [(STOCK, 5.0, None, None)])
-        journal.set_outcome(CELL, 0, STOCK, "ok", None, 10**9, 1, "sha256:k", env, {})
+        journal.set_outcome(CELL, 0, STOCK, "ok", None, 10**9, 1, "k-0", env, {})
         with pytest.raises(JournalError, match=r"results.*(Not a directory|File exists)") as caught:
             export(journal, tmp_path / "results", "synthetic-one", "dispatch")
         assert isinstance(caught.value.__cause__, OSError), "a finding, status 1"

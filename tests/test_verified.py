@@ -49,7 +49,8 @@ def test_every_measurement_is_of_a_binary_and_a_launch_of_today(path: Path) -> N
     content = json.loads(path.read_text())
     gpu = Gpu(binaries.arch_of(content["env"]), content["env"]["sms"])
     manifest, wrong, checked = _manifest(gpu.arch), [], set()
-    for record in records.load(sorted(path.parent.glob("*.jsonl"))):
+    measured = (record for file in sorted(path.parent.glob("*.jsonl")) for record in records.load([file]))
+    for record in measured:
         variant, problem = record.candidate.variant, record.cell.problem
         if not record.code or (what := (record.candidate, problem)) in checked:
             continue
