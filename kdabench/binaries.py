@@ -190,13 +190,8 @@ def made(
     for variant, named_rows in rows.items():
         binaries[variant] = {key: row.digest for key, row in named_rows.items() if row.digest}
         written[variant] = variants.digest(variant)
-        failed += [(f"{variant} {key}", row.reason or "") for key, row in named_rows.items() if _broken(row)]
+        failed += [(f"{variant} {key}", row.reason or "") for key, row in named_rows.items() if row.broken]
     return Manifest(arch, compiler, written, binaries), failed
-
-
-def _broken(row: build.Row) -> bool:
-    """An unsupported case has no binary and needs none."""
-    return not row.digest and not (row.reason or "").startswith("unsupported")
 
 
 def compare(manifest: Manifest, rows: Mapping[str, Mapping[str, build.Row]]) -> Comparison:
@@ -205,7 +200,7 @@ def compare(manifest: Manifest, rows: Mapping[str, Mapping[str, build.Row]]) -> 
     for variant, named_rows in rows.items():
         for key, row in named_rows.items():
             was, text = manifest.digest(variant, key), f"{variant} {key}"
-            if _broken(row):
+            if row.broken:
                 failed.append((text, row.reason or ""))
             elif row.digest and was is None:
                 missing.append(text)

@@ -41,8 +41,13 @@ class Row:
     digest: str = ""
 
     @property
+    def broken(self) -> bool:
+        """Whether it should have compiled and didn't: an unsupported case has no binary and needs none."""
+        return self.reason is not None and not self.reason.startswith("unsupported")
+
+    @property
     def failed(self) -> bool:
-        return self.stack_bytes > 0 or (self.reason is not None and not self.reason.startswith("unsupported"))
+        return self.stack_bytes > 0 or self.broken
 
 
 def compile_grid(

@@ -150,14 +150,17 @@ class _Benches:
         self.weights = bench.WeightCache()
 
     def code(self, cell: Cell, candidate: Candidate, compiled: Any) -> str:
-        """Names of the binary and the launch that run."""
+        """Names of the binary and the launch that run; empty if the variant refuses operands of the cell."""
         from kda_kernels import identity, variants
         from kda_kernels.device.gpu import current_gpu
 
         if candidate.variant in self.extra:
             return "planted-planted"
         spec = variants.make_spec(candidate.variant, dict(candidate.spec))
-        return identity.code(candidate.variant, compiled, cell.problem, spec, current_gpu())
+        try:
+            return identity.code(candidate.variant, compiled, cell.problem, spec, current_gpu())
+        except ValueError:
+            return ""
 
     def fresh(self, cell: Cell) -> bench.CellBench:
         """New operands, from the same seeds. Raises CandidateError, torch.OutOfMemoryError."""

@@ -10,14 +10,17 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kda_kernels import identity, variants, walk
-from kda_kernels.device import cubin, machine_code
+from kda_kernels.device import cubin, gpu, machine_code
 from kda_kernels.device.gpu import Gpu
 from kda_kernels.problem import Problem
+from kdabench import worker
+from kdabench.records import Candidate, Cell
 
 ROOT = Path(__file__).parents[1]
 H200 = Gpu("sm_90a", 132)
@@ -205,3 +208,13 @@ def test_triton_is_named_by_its_sources() -> None:
     binary, _, launched = identity.code("stock", None, STEP, variants.make_spec("stock", {}), H200).partition("-")
     assert binary == launched
     assert variants.digest("stock") == f"sha256:{binary}{variants.digest('stock')[7 + len(binary) :]}"
+
+
+def test_a_worker_names_nothing_where_operands_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a candidate has failed already; its outcome must still be told."""
+    monkeypatch.setattr(gpu, "current_gpu", lambda: H200)
+    benches: Any = SimpleNamespace(extra={})
+    cell, compiled = Cell("decode", 4, 12), SimpleNamespace(binary=SimpleNamespace(digest="0" * 16))
+    other = Candidate.of("KdaWide", {"conv_weight_dtype": "bf16"})  # where a cell's weights are FP32
+    assert worker._Benches.code(benches, cell, other, compiled) == ""
+    assert worker._Benches.code(benches, cell, Candidate.of("KdaWide", {}), compiled).startswith("0" * 16 + "-")

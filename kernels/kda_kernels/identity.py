@@ -20,10 +20,10 @@ import torch
 from kda_kernels import variants
 from kda_kernels.device import cubin
 from kda_kernels.device.gpu import Gpu
+from kda_kernels.device.machine_code import DIGITS
 from kda_kernels.operands import CommitOperands, Operands, StepOperands
 from kda_kernels.problem import HEAD_DIM, Problem
 
-_DIGITS = 16
 _PAGE = 1 << 40
 """Between the addresses of stand-in operands: no stride or size comes near."""
 
@@ -42,7 +42,7 @@ def binary(variant: str, compiled: Any) -> str:
 @cache
 def _sources(variant: str) -> str:
     """The same for a variant that has no binaries of ours."""
-    return variants.digest(variant).removeprefix("sha256:")[:_DIGITS]
+    return variants.digest(variant).removeprefix("sha256:")[:DIGITS]
 
 
 @cache
@@ -59,7 +59,7 @@ def launch(variant: str, problem: Problem, spec: Any, gpu: Gpu) -> str:
         module.launch(module.compile(problem, spec, gpu), operands, 0)
     names = {getattr(operands, f.name).data_ptr(): f.name for f in fields(operands) if _is_placed(operands, f.name)}
     told = [replace(found, values=tuple(names.get(v, v) for v in found.values)) for found in launches]  # type: ignore[misc]
-    return hashlib.sha256(repr(told).encode()).hexdigest()[:_DIGITS]
+    return hashlib.sha256(repr(told).encode()).hexdigest()[:DIGITS]
 
 
 class _Placed(torch.Tensor):
