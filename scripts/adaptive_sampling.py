@@ -12,18 +12,15 @@ from __future__ import annotations
 
 import argparse
 import random
-import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from kdabench.cli import console
+from kdabench.data.measurements import Cell, Record, cell_order, load, load_envs
+from kdabench.policy import emit, fit, regret
+from kdabench.policy.adaptive import TARGET, Course, rows_of
+
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
-
-from kdabench import emit, fit, regret  # noqa: E402
-from kdabench.adaptive import TARGET, Course, rows_of  # noqa: E402
-from kdabench.cli import console  # noqa: E402
-from kdabench.records import Cell, Record, cell_order, load, load_envs  # noqa: E402
-
 HEADINGS = ("cells measured", "cells", "of all samples %", "mean regret %", "p99 %", "max %")
 
 

@@ -40,11 +40,11 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
 
-from kdabench import records  # noqa: E402
-from kdabench.clock import Clock, Reading  # noqa: E402
-from kdabench.journal import Journal  # noqa: E402
-from kdabench.measure import Contest, Plan, run_contest  # noqa: E402
-from kdabench.records import Candidate, Cell, Record  # noqa: E402
+from kdabench.data import measurements  # noqa: E402
+from kdabench.data.measurements import Candidate, Cell, Record  # noqa: E402
+from kdabench.measure.clock import Clock, Reading  # noqa: E402
+from kdabench.measure.contest import Contest, Plan, run_contest  # noqa: E402
+from kdabench.measure.journal import Journal  # noqa: E402
 
 EFFECT = 1.02
 LEAST_US = 5.0
@@ -93,7 +93,7 @@ def pipeline(args: argparse.Namespace) -> None:
     digests = set()
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "dispatch.jsonl"
-        records.dump(made, source)
+        measurements.dump(made, source)
         (Path(folder) / "env.json").write_text(json.dumps(synthetic.ENVS))
         print(f"{len(made)} records, {source.stat().st_size / 1e6:.0f} MB")
         for number in range(2):
@@ -109,11 +109,12 @@ def pipeline(args: argparse.Namespace) -> None:
 
 
 def _pipeline(source: Path, out: Path) -> Iterator[tuple[str, bytes]]:
-    from kdabench import emit, fit, plot
+    from kdabench.policy import emit, fit
+    from kdabench.review import plot
 
-    rows = records.load([source])
+    rows = measurements.load([source])
     yield "load", str(len(rows)).encode()
-    policy, evidence = fit.fit(rows, records.load_envs([source]))
+    policy, evidence = fit.fit(rows, measurements.load_envs([source]))
     yield "fit", json.dumps(evidence.to_json(), sort_keys=True, default=str).encode()
     text = emit.emit(policy, evidence)
     yield "emit", text.encode()
@@ -223,7 +224,7 @@ def recorded_noise(rows: Sequence[Record]) -> tuple[list[tuple[Cell, float, floa
 def power(args: argparse.Namespace) -> None:
     """A/A and +2 % contests with the noise of what was recorded, by context and heads."""
     for name in args.files:
-        pairs, shape = recorded_noise(records.load([args.results / name]))
+        pairs, shape = recorded_noise(measurements.load([args.results / name]))
         random.Random(args.seed).shuffle(pairs)
         groups: dict[tuple[str, str], list[tuple[float, str | None, bool]]] = {}
         for number, (cell, us, size) in enumerate(pairs[: args.times]):
@@ -386,9 +387,9 @@ def _sweeps(
     """Records and seconds of sweeps over the same cells, with other candidates beside the real ones."""
     import planted
 
-    from kdabench import process
+    from kdabench.measure import worker_process
 
-    process.LIMITS_S["check"] = limit_s
+    worker_process.LIMITS_S["check"] = limit_s
     cells = [Cell("decode", requests, 12, context="isolated") for requests in (4, *FAULTS, 128)]
     results, took = {}, {}
     with tempfile.TemporaryDirectory() as folder:

@@ -274,8 +274,8 @@ def carry(folder: Path, old: Path, jobs: int) -> list[str]:
             del line["kernel_digest"]
             if ran(line) and (what := asked_of(line)) not in codes:
                 codes[what] = code(what)
-            line |= {"schema": records.SCHEMA, "code": codes[asked_of(line)] if ran(line) else ""}
-        records.write_atomic(path, "".join(canonical(line) + "\n" for line in found))
+            line |= {"schema": measurements.SCHEMA, "code": codes[asked_of(line)] if ran(line) else ""}
+        measurements.write_atomic(path, "".join(canonical(line) + "\n" for line in found))
     for name in variants.NAMES:
         entry = verified["variants"][name]
         del entry["kernel_digest"]
@@ -285,7 +285,7 @@ def carry(folder: Path, old: Path, jobs: int) -> list[str]:
         kinds = [json.loads(sizes)["kind"] for _, _, sizes in passed]
         entry |= {"binaries": sorted({binary for binary, _ in named})}
         entry |= {"launches": verify.launches(zip(kinds, (launch for _, launch in named), strict=True))}
-    records.write_atomic(folder / "verified.json", json.dumps(verified, indent=1, sort_keys=True) + "\n")
+    measurements.write_atomic(folder / "verified.json", json.dumps(verified, indent=1, sort_keys=True) + "\n")
     return []
 
 
@@ -315,6 +315,7 @@ if __name__ == "__main__":
     from kda_kernels.device import sources
     from kda_kernels.device.gpu import Gpu
     from kda_kernels.problem import Problem
-    from kdabench import binaries, records, verify
+    from kdabench.checks import binaries, verify
+    from kdabench.data import measurements
 
     sys.exit(main())

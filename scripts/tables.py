@@ -9,10 +9,10 @@ from statistics import median
 import numpy as np
 
 from kda_kernels.problem import STATE_DTYPES
-from kdabench import records
-from kdabench.fit import step_grid
-from kdabench.records import Candidate, Cell
-from kdabench.regret import FLUSH
+from kdabench.data import measurements
+from kdabench.data.measurements import Candidate, Cell
+from kdabench.policy.fit import step_grid
+from kdabench.policy.regret import FLUSH
 
 RESULTS = Path(__file__).parent.parent / "results"
 SIZES = [(12, 1), (12, 8), (12, 32), (12, 128), (12, 256), (96, 1), (96, 64), (96, 256)]
@@ -25,7 +25,7 @@ def times(path: Path) -> Times:
     if not path.exists():
         return {}
     medians: dict[Cell, dict[Candidate, list[float]]] = {}
-    for record in records.load([path]):
+    for record in measurements.load([path]):
         if record.status == "ok":
             medians.setdefault(record.cell, {}).setdefault(record.candidate, []).append(median(record.samples_us))
     return {cell: {c: median(values) for c, values in found.items()} for cell, found in medians.items()}
@@ -64,7 +64,7 @@ def table(title: str, found: Times, chosen: Iterable[Cell], variants: Sequence[s
 def deferred(path: Path) -> None:
     """A replay in context layer against a layer's share of a flush of all layers and the record that follows it, as the
     fit compares them."""
-    grid = step_grid(records.load([path])) if path.exists() else None
+    grid = step_grid(measurements.load([path])) if path.exists() else None
     if grid is None or not any(c.variant == FLUSH for c in grid.candidates):
         return
     us = np.exp(grid.log_us)

@@ -14,7 +14,7 @@ from kdabench.cli.inputs import RESULTS, Json, Results
 from kdabench.cli.measuring import Variants, chosen_variants, progress
 
 if TYPE_CHECKING:
-    from kdabench.binaries import Comparison, Manifest
+    from kdabench.checks.binaries import Comparison, Manifest
 
 _SHOWN = 20
 """Binaries that are named in each list; --json has all."""
@@ -51,7 +51,7 @@ def binaries(
     from kda_kernels import variants
     from kda_kernels.device import cubin
     from kda_kernels.device.gpu import ARCHS
-    from kdabench import binaries as code
+    from kdabench.checks import binaries as code
 
     if arch not in ARCHS:
         console.fail(f"--arch: {arch!r}: one of {', '.join(ARCHS)}")
@@ -88,7 +88,7 @@ def binaries(
 
 def _known(path: Path, arch: str, must: bool) -> Manifest | None:
     """The manifest, if there is one. Ends the command if there `must` be one, or if it is of another target."""
-    from kdabench import binaries as code
+    from kdabench.checks import binaries as code
 
     if not path.is_file():
         if must:

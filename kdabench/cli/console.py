@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 
 if TYPE_CHECKING:
-    from kdabench.session import Event
+    from kdabench.measure.session import Event
 
 FINDING = 1
 """Exit status: the command worked and found something wrong."""

@@ -15,7 +15,7 @@ from kdabench.cli import console, inputs
 from kdabench.cli.inputs import OUT, RESULTS, Json, Out, Results, SweepFile
 
 if TYPE_CHECKING:
-    from kdabench.records import Candidate, Cell, Record
+    from kdabench.data.measurements import Candidate, Cell, Record
 
 Sweeps = Annotated[Path, typer.Option("--sweeps", metavar="FOLDER", help="Sweep files.")]
 
@@ -31,7 +31,7 @@ def list_all(
       kdabench list --json
     """
     from kda_kernels import variants
-    from kdabench import device
+    from kdabench.data import devices
 
     listed: dict[str, list[dict[str, Any]]] = {
         "sweeps": [{"file": str(path), "question": _question(path)} for path in sorted(sweeps.glob("*.toml"))],
@@ -41,7 +41,7 @@ def list_all(
                 "records": [path.name for path in sorted((results / slug).glob("*.jsonl"))],
                 "policy": (results / slug / "policy.py").is_file(),
             }
-            for slug in device.recorded(results)
+            for slug in devices.recorded(results)
         ],
         "journals": [{"file": str(path)} for path in sorted(out.glob("*.db"))],
         "variants": [{"variant": name} for name in variants.NAMES],
@@ -121,15 +121,15 @@ def show(
 
 def _records(path: Path, target: str, results: Path) -> dict[str, list[Record]]:
     """Records by the name of their file."""
-    from kdabench import records
-    from kdabench.journal import Journal
+    from kdabench.data import measurements
+    from kdabench.measure.journal import Journal
 
     if path.suffix == ".db":
         with Journal.read(path) as journal:
             return {path.name: journal.records()}
     if path.suffix == ".jsonl":
         with console.user_input():
-            return {path.name: records.load([path])}
+            return {path.name: measurements.load([path])}
     return inputs.load_records(results, target)[1]
 
 
@@ -268,11 +268,11 @@ def plot(
       kdabench plot out/dispatch.db --policy out/dispatch/policy.py
       kdabench plot nvidia-h200 --to /tmp/plots
     """
-    from kdabench import emit
+    from kdabench.policy import emit
 
     path = Path(source)
     if path.suffix == ".db":
-        from kdabench.journal import Journal
+        from kdabench.measure.journal import Journal
 
         with Journal.read(path) as journal:
             records, envs, replay = journal.records(), journal.envs(), journal.replay
@@ -303,8 +303,8 @@ def _fullest(files: Mapping[str, Sequence[Record]]) -> list[Record]:
 
     Held-out cells are scattered on purpose, and not drawn.
     """
-    from kdabench.curves import Question, by_question
-    from kdabench.emit import HELD_OUT
+    from kdabench.policy.emit import HELD_OUT
+    from kdabench.review.curves import Question, by_question
 
     best: dict[Question, list[Record]] = {}
     for name, records in files.items():
@@ -324,7 +324,7 @@ def write_plots(
     replay: bool,
     held: Collection[str] = (),
 ) -> list[Path]:
-    from kdabench import plot
+    from kdabench.review import plot
 
     inputs.require_writable(folder)
     return plot.write_plots(records, folder, device=name, sms=sms, policy=policy, replay=replay, held=held)
@@ -339,7 +339,8 @@ def export(file: SweepFile, out: Out = OUT, results: Results = RESULTS, as_json:
     Examples:
       kdabench export sweeps/dispatch.toml
     """
-    from kdabench import device, journal
+    from kdabench.data import devices
+    from kdabench.measure import journal
 
     path = out / f"{file.stem}.db"
     if not path.exists():
@@ -350,7 +351,7 @@ def export(file: SweepFile, out: Out = OUT, results: Results = RESULTS, as_json:
     with journal.Journal.read(path) as measured:
         with console.user_input():
             name, _ = inputs.device_of(measured.envs(), str(path))
-        written = journal.export(measured, results, device.slug(name), file.stem)
+        written = journal.export(measured, results, devices.slug(name), file.stem)
         count = len(measured.records())
     if as_json:
         console.emit_json({"file": str(written), "records": count})
@@ -368,7 +369,7 @@ def merge(
     Examples:
       kdabench merge a/dispatch.db b/dispatch.db --to out/dispatch.db
     """
-    from kdabench import journal
+    from kdabench.measure import journal
 
     journal.merge(journals, to)
     console.line(console.relative(to))

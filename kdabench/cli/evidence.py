@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from kdabench.cli import console
 
 if TYPE_CHECKING:
-    from kdabench.policy import Policy
-    from kdabench.records import Cell
-    from kdabench.regret import Certificate, Evidence, Regret
+    from kdabench.data.measurements import Cell
+    from kdabench.policy.constants import Policy
+    from kdabench.policy.regret import Certificate, Evidence, Regret
 
 _SHOWN = 10
 

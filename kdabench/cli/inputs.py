@@ -14,8 +14,8 @@ import typer
 from kdabench.cli import console
 
 if TYPE_CHECKING:
-    from kdabench.records import Record
-    from kdabench.sweep import Sweep
+    from kdabench.data.measurements import Record
+    from kdabench.data.sweep import Sweep
 
 SweepFile = Annotated[Path, typer.Argument(metavar="SWEEP.toml", help="A sweep file.", show_default=False)]
 RecordedDevice = Annotated[
@@ -53,7 +53,8 @@ class Device:
 
 def find_device(choice: str, results: Path) -> Device:
     """The device for a user's `--device`. Ends the command if there is none."""
-    from kdabench import device, session
+    from kdabench.data import devices
+    from kdabench.measure import session
 
     with console.user_input():
         found = session.find_device(choice, results)
@@ -64,12 +65,12 @@ def find_device(choice: str, results: Path) -> Device:
     import torch
 
     properties = torch.cuda.get_device_properties(int(found.removeprefix("cuda:")))
-    return Device(found, properties.name, device.slug(properties.name), properties.multi_processor_count)
+    return Device(found, properties.name, devices.slug(properties.name), properties.multi_processor_count)
 
 
 def any_sms(results: Path) -> int | None:
     """SM count of the device that `auto` finds, or None."""
-    from kdabench import session
+    from kdabench.measure import session
 
     try:
         session.find_device("auto", results)
@@ -80,7 +81,7 @@ def any_sms(results: Path) -> int | None:
 
 def describe(folder: Path) -> tuple[str, int]:
     """Name and SM count of the device that a results folder is about. Raises ValueError."""
-    from kdabench.records import load_envs
+    from kdabench.data.measurements import load_envs
 
     return device_of(load_envs([folder / "env.json"]), str(folder / "env.json"))
 
@@ -127,7 +128,7 @@ def require_sweep_file(path: Path) -> None:
 
 
 def load_sweep(path: Path, sms: int | None) -> Sweep:
-    from kdabench import sweep
+    from kdabench.data import sweep
 
     with console.user_input():
         return sweep.load(path, known_specs(), sms)
@@ -135,17 +136,16 @@ def load_sweep(path: Path, sms: int | None) -> Sweep:
 
 def load_records(results: Path, device: str) -> tuple[Path, dict[str, list[Record]]]:
     """A recorded device's folder, and its records by file: sweeps may share cells, so files are kept apart."""
-    from kdabench import device as devices
-    from kdabench import records
+    from kdabench.data import devices, measurements
 
     with console.user_input():
         folder = devices.results_folder(results, device)
-        return folder, {path.name: records.load([path]) for path in sorted(folder.glob("*.jsonl"))}
+        return folder, {path.name: measurements.load([path]) for path in sorted(folder.glob("*.jsonl"))}
 
 
 def load_policy(path: Path) -> ModuleType:
     """A generated policy module by its path. Ends the command if it is missing or not one."""
-    from kdabench import emit
+    from kdabench.policy import emit
 
     with console.user_input():
         if not path.is_file():

@@ -14,9 +14,9 @@ from kdabench.cli import console, inputs
 from kdabench.cli.inputs import OUT, RESULTS, DeviceChoice, Json, Out, Results, SweepFile
 
 if TYPE_CHECKING:
-    from kdabench.records import Cell
-    from kdabench.session import Summary
-    from kdabench.sweep import Sweep
+    from kdabench.data.measurements import Cell
+    from kdabench.data.sweep import Sweep
+    from kdabench.measure.session import Summary
 
 Budget = Annotated[
     float | None, typer.Option("--budget", metavar="SECONDS", min=1, help="Begin no cell after this many seconds.")
@@ -134,8 +134,8 @@ def run(
     most_lost   target of an adaptive sweep, as a ratio; None measures every cell
     most_cells  that it chooses; None: as many as the target asks for
     """
-    from kdabench import session
-    from kdabench.measure import Plan
+    from kdabench.measure import session
+    from kdabench.measure.contest import Plan
 
     first = inputs.headline(target, asked, results)
     if as_json:
@@ -171,7 +171,7 @@ def _target(adaptive: bool, percent: float | None) -> float | None:
     """As run_sweep takes it."""
     if not adaptive:
         return None
-    from kdabench.adaptive import TARGET
+    from kdabench.policy.adaptive import TARGET
 
     return TARGET if percent is None else percent / 100
 
@@ -210,8 +210,8 @@ def cell_name(cell: Cell) -> str:
 
 
 def _estimate(plan: Sweep, target: inputs.Device, adaptive: bool, as_json: bool, most_cells: int | None) -> None:
-    from kdabench import session
-    from kdabench.adaptive import first_cells, rows_of
+    from kdabench.measure import session
+    from kdabench.policy.adaptive import first_cells, rows_of
 
     cells, candidates, seconds = session.dry_run(plan, target.choice)
     first = sum(len(first_cells(row)) for row in rows_of(plan.cells)) if adaptive else cells
@@ -269,8 +269,8 @@ def verify(variant: Variants = None, results: Results = RESULTS, as_json: Json =
       kdabench verify
       kdabench verify --variant KdaSplit
     """
-    from kdabench import session
-    from kdabench import verify as checks
+    from kdabench.checks import verify as checks
+    from kdabench.measure import session
 
     names = chosen_variants(variant)
     with console.user_input():
@@ -305,11 +305,11 @@ def _report_failure(row: Any) -> None:
 
 
 def _environment() -> dict[str, Any]:
-    from kdabench import bench
-    from kdabench.environment import describe
-    from kdabench.telemetry import Telemetry
+    from kdabench.measure import cell_bench
+    from kdabench.measure.environment import describe
+    from kdabench.measure.telemetry import Telemetry
 
-    device = bench.Device.current()
+    device = cell_bench.Device.current()
     return describe(device.name, device.uuid, Telemetry(device.uuid, device.pci_id))
 
 
@@ -341,9 +341,8 @@ def compile_kernels(
     """
     import os
 
-    from kda_kernels import variants
+    from kda_kernels import build, variants
     from kda_kernels.device.gpu import ARCHS
-    from kdabench import build
 
     archs = arch or ["sm_90a"]
     for name in archs:
@@ -422,7 +421,7 @@ def doctor(results: Results = RESULTS, as_json: Json = False) -> None:
       kdabench doctor
       kdabench doctor --json
     """
-    from kdabench import doctor as examination
+    from kdabench.checks import doctor as examination
 
     findings = examination.examine(results)
     if as_json:

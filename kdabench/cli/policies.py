@@ -13,12 +13,12 @@ from kdabench.cli import console, data, inputs, measuring, reviewing
 from kdabench.cli.inputs import OUT, RESULTS, DeviceChoice, Json, Out, RecordedDevice, Results, SweepFile
 
 if TYPE_CHECKING:
-    from kdabench.emit import Regenerated
-    from kdabench.policy import Policy
-    from kdabench.records import Record
-    from kdabench.regret import Evidence, Gain
-    from kdabench.session import Summary
-    from kdabench.sweep import Sweep
+    from kdabench.data.measurements import Record
+    from kdabench.data.sweep import Sweep
+    from kdabench.measure.session import Summary
+    from kdabench.policy.constants import Policy
+    from kdabench.policy.emit import Regenerated
+    from kdabench.policy.regret import Evidence, Gain
 
 
 def run(
@@ -41,8 +41,8 @@ def run(
       kdabench run sweeps/quick.toml --budget 300
       kdabench run sweeps/dispatch.toml --device replay:nvidia-h200
     """
-    from kdabench.emit import held as held_back
-    from kdabench.journal import Journal
+    from kdabench.measure.journal import Journal
+    from kdabench.policy.emit import held as held_back
 
     inputs.require_sweep_file(file)
     target = inputs.find_device(device, results)
@@ -91,8 +91,8 @@ class _Outcome:
 
 
 def _fitted(summary: Summary, envs: Mapping[str, Mapping[str, Any]], held: Mapping[str, str]) -> _Outcome:
-    from kdabench.fit import fit
-    from kdabench.regret import FitError
+    from kdabench.policy.fit import fit
+    from kdabench.policy.regret import FitError
 
     try:
         return _Outcome(*fit(summary.records, envs, default_schedule=inputs.default_schedule(), held=held))
@@ -102,15 +102,15 @@ def _fitted(summary: Summary, envs: Mapping[str, Mapping[str, Any]], held: Mappi
 
 def _certifying(results: Path) -> dict[str, Any] | None:
     """The default schedule where a module's header compares with it: beside held-out cells. Else nothing is loaded."""
-    from kdabench.emit import HELD_OUT
+    from kdabench.policy.emit import HELD_OUT
 
     return inputs.default_schedule() if any(results.glob(f"*/{HELD_OUT}")) else None
 
 
 def _write(outcome: _Outcome, plan: Sweep, summary: Summary, target: inputs.Device, folder: Path) -> list[Path]:
     """Policy, report and plots of a run; a replay is labelled in each."""
-    from kdabench import emit
     from kdabench.cli import evidence
+    from kdabench.policy import emit
 
     written = []
     module = None
@@ -161,16 +161,16 @@ def fit(
       kdabench fit out/dispatch.db
       kdabench fit results/nvidia-h200/dispatch.jsonl --json
     """
-    from kdabench import emit
-    from kdabench import fit as fits
     from kdabench.cli import evidence
+    from kdabench.policy import emit
+    from kdabench.policy import fit as fits
 
     default = inputs.default_schedule()
     with console.user_input():
         if len(source) == 1 and not Path(source[0]).suffix:
-            from kdabench import device
+            from kdabench.data import devices
 
-            found = emit.regenerate(device.results_folder(results, source[0]), default)
+            found = emit.regenerate(devices.results_folder(results, source[0]), default)
             policy, facts = found.policy, found.evidence
         else:
             policy, facts = fits.fit(*_files(source), default_schedule=default)
@@ -225,8 +225,8 @@ def _guards(facts: Evidence) -> Iterator[str]:
 
 
 def _files(source: list[str]) -> tuple[list[Record], Mapping[str, Mapping[str, Any]]]:
-    from kdabench import records
-    from kdabench.journal import Journal
+    from kdabench.data import measurements
+    from kdabench.measure.journal import Journal
 
     paths = [Path(name) for name in source]
     if len(paths) == 1 and paths[0].suffix == ".db":
@@ -235,7 +235,7 @@ def _files(source: list[str]) -> tuple[list[Record], Mapping[str, Mapping[str, A
     for path in paths:
         if path.suffix != ".jsonl":
             raise ValueError(f"{path}: one recorded device, one journal (.db), or files of records (.jsonl)")
-    return records.load(paths), records.load_envs(paths)
+    return measurements.load(paths), measurements.load_envs(paths)
 
 
 def _policies_folder() -> Path:
@@ -274,9 +274,9 @@ def emit(
       kdabench emit nvidia-h200 --diff
       kdabench emit nvidia-h200 --format constants
     """
-    from kdabench import device as devices
-    from kdabench import emit as emitting
     from kdabench.cli import evidence
+    from kdabench.data import devices
+    from kdabench.policy import emit as emitting
 
     forms: dict[str, Literal["module", "json", "constants"]] = {
         "module": "module",
@@ -315,9 +315,9 @@ def emit(
 
 def _changes(old: str, found: Regenerated) -> str:
     """Cells whose choice changes, and what that gains, for a reviewer."""
-    from kdabench import certificate, regret
-    from kdabench import emit as emitting
     from kdabench.cli.evidence import cell_name
+    from kdabench.policy import certificate, regret
+    from kdabench.policy import emit as emitting
 
     try:
         before, after = (emitting.load(text).ranked for text in (old, found.module))
@@ -354,8 +354,8 @@ def check(results: Results = RESULTS, as_json: Json = False) -> None:
       kdabench check
       kdabench check --json
     """
-    from kdabench import device
-    from kdabench import emit as emitting
+    from kdabench.data import devices
+    from kdabench.policy import emit as emitting
 
     with console.user_input():
         stale = emitting.check(results, _policies_folder(), _certifying(results))
@@ -367,7 +367,7 @@ def check(results: Results = RESULTS, as_json: Json = False) -> None:
         for module in stale:
             console.line(f"stale: {console.relative(module.path)}; repair: {module.repair}")
         if not stale:
-            recorded = device.recorded(results)
+            recorded = devices.recorded(results)
             console.line(f"{len(recorded)} recorded device{'s' * (len(recorded) != 1)}: all generated modules current")
     if stale:
         raise typer.Exit(console.FINDING)

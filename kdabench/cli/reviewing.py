@@ -15,13 +15,13 @@ from kdabench.cli import console, inputs
 from kdabench.cli.inputs import RESULTS, Json, Results
 
 if TYPE_CHECKING:
-    from kdabench.compare import Comparison, Mode, Row, Session, Side
-    from kdabench.policy import Policy
-    from kdabench.records import Cell, Record
-    from kdabench.regret import Evidence
-    from kdabench.report import Fitted, Measured, Subject
-    from kdabench.session import Summary
-    from kdabench.sweep import Sweep
+    from kdabench.data.measurements import Cell, Record
+    from kdabench.data.sweep import Sweep
+    from kdabench.measure.session import Summary
+    from kdabench.policy.constants import Policy
+    from kdabench.policy.regret import Evidence
+    from kdabench.review.compare import Comparison, Mode, Row, Session, Side
+    from kdabench.review.report import Fitted, Measured, Subject
 
 _SHOWN = 20  # rows of a verdict, unless all are asked for
 
@@ -47,8 +47,8 @@ class _Source:
 
 
 def _open(name: str, results: Path) -> _Source:
-    from kdabench import records
-    from kdabench.journal import Journal
+    from kdabench.data import measurements
+    from kdabench.measure.journal import Journal
 
     path = Path(name)
     if path.suffix == ".db":
@@ -58,11 +58,11 @@ def _open(name: str, results: Path) -> _Source:
             return _Source(name, files, journal.envs(), path.with_name(stem) / "policy.py", journal.replay)
     if path.suffix == ".jsonl":
         with console.user_input():
-            files = {path.stem: records.load([path])}
-            return _Source(name, files, records.load_envs([path]), path.with_name("policy.py"))
+            files = {path.stem: measurements.load([path])}
+            return _Source(name, files, measurements.load_envs([path]), path.with_name("policy.py"))
     folder, by_file = inputs.load_records(results, name)
     with console.user_input():
-        envs = records.load_envs([folder / "env.json"])
+        envs = measurements.load_envs([folder / "env.json"])
     return _Source(name, {Path(file).stem: found for file, found in by_file.items()}, envs, folder / "policy.py")
 
 
@@ -95,7 +95,7 @@ def compare(
       kdabench compare nvidia-h200 out/dispatch.db --best
       kdabench compare nvidia-h200 out/dispatch.db --policy --json
     """
-    from kdabench import compare as comparing
+    from kdabench.review import compare as comparing
 
     if best and policy:
         console.fail("--best, --policy: one of them")
@@ -132,7 +132,7 @@ def _sides(sources: tuple[_Source, _Source], policy: bool) -> tuple[Side, Side]:
 
 
 def _side(source: _Source, other: _Source, module: Any) -> Side:
-    from kdabench.compare import Side
+    from kdabench.review.compare import Side
 
     records = source.records(tuple(other.files))
     return Side(source.name, records, source.envs, source.replay, None if module is None else module.ranked)
@@ -289,9 +289,9 @@ def report(
       kdabench report nvidia-h200 --out review.html
       kdabench report out/dispatch.db
     """
-    from kdabench import device
-    from kdabench.emit import held
-    from kdabench.report import Subject
+    from kdabench.data import devices
+    from kdabench.policy.emit import held
+    from kdabench.review.report import Subject
 
     found = _open(source, results)
     journal = Path(source).suffix == ".db"
@@ -302,7 +302,7 @@ def report(
     inputs.require_writable(target.parent)
     with console.user_input():
         name, sms = inputs.device_of(found.envs, source)
-        recorded = results / device.slug(name) if journal else home
+        recorded = results / devices.slug(name) if journal else home
         kept_back = held(recorded)
     fitted, text = _fit_journal(found, kept_back) if journal else _fit_device(home)
     subject = Subject(
@@ -330,7 +330,7 @@ def of_run(
     results: Path,
 ) -> Subject:
     """Of one sweep that has just ended. fitted: policy and evidence, or why there is none; written: figures among it"""
-    from kdabench.report import Fitted, Measured, Subject
+    from kdabench.review.report import Fitted, Measured, Subject
 
     again = f"kdabench run {console.relative(plan.path)}"
     unfinished = () if summary.done == summary.total else (f"Unfinished: {summary.done} of {summary.total} are done.",)
@@ -349,17 +349,17 @@ def of_run(
 
 def write(subject: Subject, path: Path) -> None:
     """A report, whole or not at all."""
-    from kdabench.records import write_atomic
-    from kdabench.report import render
+    from kdabench.data.measurements import write_atomic
+    from kdabench.review.report import render
 
     write_atomic(path, render(subject))
 
 
 def _fit_device(home: Path) -> tuple[Fitted | str, str | None]:
     """What a device's records give, or why not, and the text of that policy's module."""
-    from kdabench import certificate, emit, regret
-    from kdabench.records import RecordError
-    from kdabench.report import Fitted
+    from kdabench.data.measurements import RecordError
+    from kdabench.policy import certificate, emit, regret
+    from kdabench.review.report import Fitted
 
     try:
         found = emit.regenerate(home, inputs.default_schedule())
@@ -373,8 +373,8 @@ def _fit_device(home: Path) -> tuple[Fitted | str, str | None]:
 
 
 def _fit_journal(found: _Source, held: Mapping[str, str]) -> tuple[Fitted | str, str | None]:
-    from kdabench import emit, fit, regret
-    from kdabench.report import Fitted
+    from kdabench.policy import emit, fit, regret
+    from kdabench.review.report import Fitted
 
     (records,) = found.files.values()
     try:
@@ -386,8 +386,8 @@ def _fit_journal(found: _Source, held: Mapping[str, str]) -> tuple[Fitted | str,
 
 def _measured(found: _Source, sweeps: Path, sms: int) -> list[Measured]:
     """By sweep, with question and cells of its file; one that can't be read is named on stderr."""
-    from kdabench import sweep
-    from kdabench.report import Measured
+    from kdabench.data import sweep
+    from kdabench.review.report import Measured
 
     specs = inputs.known_specs()
     measured = []
@@ -406,8 +406,8 @@ def _measured(found: _Source, sweeps: Path, sms: int) -> list[Measured]:
 def _figures(found: _Source, name: str, sms: int, policy: str | None, held: Mapping[str, str]) -> list[tuple[str, str]]:
     from tempfile import TemporaryDirectory
 
-    from kdabench import emit
     from kdabench.cli import data
+    from kdabench.policy import emit
 
     module = None if policy is None else emit.load(policy)
     records = data._fullest(found.files)
@@ -420,7 +420,7 @@ def _figures(found: _Source, name: str, sms: int, policy: str | None, held: Mapp
 
 def _read_figures(records: Sequence[Record], paths: Sequence[Path]) -> list[tuple[str, str]]:
     """Title and SVG of some records' figures, from those of the files that are SVG; what policies are about first."""
-    from kdabench.curves import by_question
+    from kdabench.review.curves import by_question
 
     questions = {q.stem: q for q in by_question(records)}
     drawn = [(questions[path.stem], path) for path in paths if path.suffix == ".svg"]
@@ -429,7 +429,7 @@ def _read_figures(records: Sequence[Record], paths: Sequence[Path]) -> list[tupl
 
 
 def _verified(folder: Path) -> Mapping[str, Any] | None:
-    from kdabench.records import parse_json
+    from kdabench.data.measurements import parse_json
 
     path = folder / "verified.json"
     if not path.is_file():

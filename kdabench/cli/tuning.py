@@ -15,12 +15,12 @@ from kdabench.cli import console, inputs, measuring
 from kdabench.cli.inputs import OUT, RESULTS, DeviceChoice, Json, Out, Results, SweepFile
 
 if TYPE_CHECKING:
-    from kdabench.records import Candidate, Cell
-    from kdabench.sweep import Sweep
-    from kdabench.tune import Event, Outcome, Summary, Task
-    from kdabench.tune_bench import RecordedBench
-    from kdabench.tune_compare import Found
-    from kdabench.tune_space import Point
+    from kdabench.data.measurements import Candidate, Cell
+    from kdabench.data.sweep import Sweep
+    from kdabench.tune.compare import Found
+    from kdabench.tune.heats import RecordedBench
+    from kdabench.tune.search import Event, Outcome, Summary, Task
+    from kdabench.tune.space import Point
 
 _SAMPLERS = ("transfer", "tpe", "gp", "random", "exhaustive")
 _SPACES = ("sweep", "full")
@@ -69,9 +69,9 @@ def tune(
       kdabench tune sweeps/quick.toml --device replay:nvidia-h200 --trials 50
       kdabench tune sweeps/quick.toml --device replay:nvidia-h200 --space full --compare
     """
-    from kdabench import tune as tuning
-    from kdabench.session import recorded
-    from kdabench.tune_bench import RecordedBench
+    from kdabench.measure.session import recorded
+    from kdabench.tune import search as tuning
+    from kdabench.tune.heats import RecordedBench
 
     inputs.require_sweep_file(file)
     _one_of("--space", space, _SPACES)
@@ -128,8 +128,8 @@ def _measure(
     import torch
 
     from kda_kernels.device.gpu import current_gpu
-    from kdabench import tune as tuning
-    from kdabench.tune_bench import WorkerBench
+    from kdabench.tune import search as tuning
+    from kdabench.tune.heats import WorkerBench
 
     index = int(target.choice.removeprefix("cuda:"))
     with torch.cuda.device(index):
@@ -149,8 +149,8 @@ def _tasks(
     plan: Sweep, names: Sequence[str], points: Callable[[Cell, str], tuple[list[Point], Point | None]]
 ) -> list[Task]:
     """Of every variant and cell with at least two points."""
-    from kdabench.tune import Task
-    from kdabench.tune_space import Space
+    from kdabench.tune.search import Task
+    from kdabench.tune.space import Space
 
     spaces = ((cell, Space.of(name, *points(cell, name))) for name in names for cell in plan.cells)
     return [Task(cell, space) for cell, space in spaces if len(space.points) > 1]
@@ -158,13 +158,13 @@ def _tasks(
 
 def _point(candidate: Candidate) -> Point:
     from kda_kernels import variants
-    from kdabench.tune_space import Point
+    from kdabench.tune.space import Point
 
     return Point(candidate, variants.spec_dict(variants.make_spec(candidate.variant, candidate.spec)))
 
 
 def _default(name: str) -> Point:
-    from kdabench.records import Candidate
+    from kdabench.data.measurements import Candidate
 
     return _point(Candidate.of(name, {}))
 
@@ -189,7 +189,7 @@ def _every(name: str, cell: Cell) -> Iterator[Candidate]:
     Ends the command if a variant lists no values of an option that counts something.
     """
     from kda_kernels import variants
-    from kdabench.records import Candidate
+    from kdabench.data.measurements import Candidate
 
     declared = variants.declared(name)
     axes: dict[str, Sequence[Any]] = {}
@@ -209,7 +209,7 @@ def _recorded_points(
     bench: RecordedBench, plan: Sweep, cell: Cell, name: str, full: bool
 ) -> tuple[list[Point], Point | None]:
     """What was recorded, of the sweep's candidates or of all. One with an option that is no more is left out."""
-    from kdabench.records import canonical
+    from kdabench.data.measurements import canonical
 
     points = []
     for candidate in bench.recorded(cell):
@@ -266,9 +266,9 @@ def _report(summary: Summary, plan: Sweep, out: Path, target: inputs.Device, tit
     if summary.interrupted:
         console.error_line(f"interrupted: {done} trials are kept; the same command goes on")
         raise typer.Exit(console.INTERRUPTED)
-    from kdabench import tune_plot
+    from kdabench.review import search_plot
 
-    written = tune_plot.write(summary.outcomes, out, f"{plan.stem}{'.replay' if target.replay else ''}.tune", title)
+    written = search_plot.write(summary.outcomes, out, f"{plan.stem}{'.replay' if target.replay else ''}.tune", title)
     faster = [o for o in summary.outcomes if o.verdict is not None and o.verdict.verdict == "faster"]
     if faster:
         written.append(out / f"{plan.stem}{'.replay' if target.replay else ''}.tuned.toml")
@@ -368,8 +368,8 @@ def _compare(
     tasks: Sequence[Task], bench: RecordedBench, seeds: int, share: float, out: Path, stem: str, title: str,
     as_json: bool,
 ) -> None:  # fmt: skip
-    from kdabench import tune_plot
-    from kdabench.tune_compare import WAYS, compare
+    from kdabench.review import search_plot
+    from kdabench.tune.compare import WAYS, compare
 
     points = sum(len(task.space.points) for task in tasks)
     text = f"{len(tasks)} studies, {points} points, {seeds} seeds, {share:.0%} of an exhaustive search's trials"
@@ -382,7 +382,7 @@ def _compare(
         share,
         lambda f: console.note(f"{f.way}, seed {f.seed}: {100 * f.geomean:.2f} %"),
     )
-    written = tune_plot.write_comparison(found, out, f"{stem}.replay", f"{title}\n{text}")
+    written = search_plot.write_comparison(found, out, f"{stem}.replay", f"{title}\n{text}")
     rows = [_way_row(way, [f for f in found if f.way == way]) for way in WAYS]
     if as_json:
         keys = ("way", "regret", "regret_worst_seed", "within_1_percent", "worst_cell", "trials", "readings")

@@ -73,7 +73,7 @@ _MOST_CTAS = {
 """Most CTAs of an SM by (source, rows_per_cta, columns): BF16, BF16 with align, FP32, FP32 with align.
 
 Found by compiling for ever more of them, on every target, until a thread's registers no longer suffice and the compiler
-spills, or the SM's shared memory. Whether the compiler still makes them so tests/test_commit.py asks of each.
+spills, or the SM's shared memory. Whether the compiler still makes them so tests/kernels/test_commit.py asks of each.
 """
 
 

@@ -158,8 +158,8 @@ class Plan(fold.Shape):
     def on(self, gpu: Gpu) -> Plan:
         """The plan for a GPU: with gate weights by eight bytes where those by sixteen spill.
 
-        Where they do is what the compiler said of every form of the grid on every target; tests/test_fused.py compiles
-        some of them.
+        Where they do is what the compiler said of every form of the grid on every target;
+        tests/kernels/test_fused.py compiles some of them.
         """
         spills = self.split == 1 and gpu.arch != "sm_90a"
         return replace(self, gate_bytes=8) if spills and self.gate_mode != 0 else self

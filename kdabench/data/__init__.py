@@ -1,0 +1,1 @@
+"""What is written down: sweeps, measurements, devices, and where they came from."""

@@ -1,0 +1,1 @@
+"""Makes measurements: sessions, workers, contests, CUDA graphs, journals."""

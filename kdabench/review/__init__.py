@@ -1,0 +1,1 @@
+"""What a reviewer looks at: comparisons, curves, figures, reports."""

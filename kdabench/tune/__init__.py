@@ -1,0 +1,1 @@
+"""Searches each variant's fastest options."""

@@ -1,0 +1,168 @@
+"""Heats: a few candidates of one cell in a small contest, on a GPU or on recorded samples."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Protocol
+
+from kdabench.data.measurements import Candidate, Cell, Record, Status, cell_order
+from kdabench.measure import worker
+from kdabench.measure.clock import ReplayedClock
+from kdabench.measure.contest import Contest, Plan, log_ratio_interval, run_contest
+from kdabench.measure.session import SweepFailedError, lock_gpu
+from kdabench.measure.worker_process import Worker, WorkerLostError, WorkerMain
+
+
+@dataclass
+class Heat:
+    """What a small contest came to.
+
+    failed    status and reason of the candidates that have no time
+    recorded  times of a replay, which take the place of those of the few samples that it looked at
+    env       digest of the environment, or ""
+    """
+
+    contest: Contest
+    failed: dict[Candidate, tuple[Status, str]] = field(default_factory=dict)
+    recorded: Mapping[Candidate, float] = field(default_factory=dict)
+
+    def time_us(self, candidate: Candidate) -> float:
+        return self.recorded.get(candidate) or self.contest.time_us(candidate)
+
+    def ratio(self, candidate: Candidate, reference: Candidate) -> float:
+        """Time of one candidate over that of another: the mean of the rounds that have both, so that drift cancels."""
+        if candidate in self.recorded and reference in self.recorded:
+            return self.recorded[candidate] / self.recorded[reference]
+        low, high = log_ratio_interval(self.contest, candidate, reference, 1.0)
+        middle = (low + high) / 2
+        return math.exp(middle) if math.isfinite(middle) else self.time_us(candidate) / self.time_us(reference)
+
+    @property
+    def readings(self) -> int:
+        return sum(map(len, self.contest.samples.values()))
+
+
+class Bench(Protocol):
+    """Where candidates are measured. The first of those that stand in a heat is new, the others are known to work."""
+
+    def heat(self, cell: Cell, candidates: Sequence[Candidate], plan: Plan, process: int = 0) -> Heat: ...
+
+    def fresh(self) -> None:
+        """What follows is measured in a new process."""
+
+
+class RecordedBench:
+    """Heats run on recorded samples. A time is the median over processes of each process's median."""
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self._records: dict[tuple[Cell, int], dict[Candidate, Record]] = {}
+        times: dict[tuple[Cell, Candidate], list[float]] = {}
+        self._failed: dict[tuple[Cell, Candidate], tuple[Status, str]] = {}
+        for record in records:
+            key = record.cell, record.candidate
+            self._records.setdefault((record.cell, record.process), {})[record.candidate] = record
+            if record.status == "ok":
+                times.setdefault(key, []).append(median(record.samples_us))
+            else:
+                self._failed[key] = record.status, record.reason or ""
+        self._times = {key: median(us) for key, us in times.items()}
+
+    @property
+    def cells(self) -> list[Cell]:
+        return sorted({cell for cell, _ in self._records}, key=cell_order)
+
+    def recorded(self, cell: Cell) -> list[Candidate]:
+        """The candidates that ran there, or failed, but weren't refused by `unsupported`."""
+        found = [key for key in [*self._times, *self._failed] if key[0] == cell]
+        refused = {key for key, (status, _) in self._failed.items() if status == "unsupported"}
+        return sorted({key[1] for key in found if key not in refused}, key=lambda c: (c.variant, c.spec_json))
+
+    def time_us(self, cell: Cell, candidate: Candidate) -> float | None:
+        """None if it failed in any process."""
+        return None if (cell, candidate) in self._failed else self._times.get((cell, candidate))
+
+    def fresh(self) -> None:
+        pass
+
+    def heat(self, cell: Cell, candidates: Sequence[Candidate], plan: Plan, process: int = 0) -> Heat:
+        here = self._records.get((cell, process), {})
+        failed = {c: self._failed[cell, c] for c in candidates if (cell, c) in self._failed}
+        records = [here[c] for c in candidates if c in here and c not in failed]
+        contest = run_contest(
+            [r.candidate for r in records], ReplayedClock(records), replace(plan, seconds=math.inf, seed=process)
+        )
+        times = {c: us for c in candidates if (us := self.time_us(cell, c)) is not None}
+        return Heat(contest, failed, times)
+
+
+class WorkerBench:
+    """Heats in a worker process on a GPU, which is replaced when it is lost. A context manager."""
+
+    def __init__(
+        self, device_index: int, note: Callable[[str], None] = lambda text: None, worker_main: WorkerMain = worker.main
+    ) -> None:
+        self._index, self._note, self._main = device_index, note, worker_main
+        self._worker: Worker | None = None
+        self._lock: int | None = None
+
+    def __enter__(self) -> WorkerBench:
+        return self
+
+    def __exit__(self, *about: object) -> None:
+        self.fresh()
+        if self._lock is not None:
+            os.close(self._lock)
+
+    def fresh(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+    def _active(self) -> Worker:
+        """Raises JournalBusy if another command measures on the GPU, SweepFailedError if no worker comes up."""
+        if self._worker is None:
+            started = Worker(self._index, self._main)
+            try:
+                started.wait()
+            except WorkerLostError as lost:
+                raise SweepFailedError(f"the worker did not start: {lost.reason}") from lost
+            self._worker = started
+            if self._lock is None:
+                self._lock = lock_gpu(str(started.env.get("uuid") or f"cuda-{self._index}"))
+        return self._worker
+
+    def heat(self, cell: Cell, candidates: Sequence[Candidate], plan: Plan, process: int = 0) -> Heat:
+        """A worker that is lost costs the candidate that it was busy with, or the new one."""
+        active = self._active()
+        heat = Heat(Contest({c: [] for c in candidates}, {c: [] for c in candidates}, {c: [] for c in candidates}))
+        try:
+            active.send(worker.Job(cell, tuple(candidates), replace(plan, seed=process)))
+            while not isinstance(message := active.receive(), worker.CellDone):
+                if isinstance(message, worker.RoundDone):
+                    heat.contest.add(message.index, message.readings)
+                elif isinstance(message, worker.Outcome):
+                    self._keep(heat, message)
+            if message.sticky:
+                self.fresh()
+                heat.failed.setdefault(candidates[0], ("fault", "the CUDA context was lost"))
+        except WorkerLostError as lost:
+            self.fresh()
+            guilty = candidates[0] if lost.began.candidate is None else lost.began.candidate
+            self._note(f"{lost.reason}: {guilty}")
+            heat.failed[guilty] = lost.status, lost.reason
+        heat.contest.samples = {c: us for c, us in heat.contest.samples.items() if us and c not in heat.failed}
+        for candidate in candidates:
+            if candidate not in heat.contest.samples:
+                heat.failed.setdefault(candidate, ("fault", "no sample: the worker was lost"))
+        return heat
+
+    @staticmethod
+    def _keep(heat: Heat, outcome: worker.Outcome) -> None:
+        if outcome.status != "ok":
+            heat.failed[outcome.candidate] = outcome.status, outcome.reason or ""
+        elif outcome.reason:
+            heat.contest.left[outcome.candidate] = outcome.reason

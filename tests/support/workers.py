@@ -1,0 +1,157 @@
+"""A worker process whose measurements are made up and whose candidates misbehave as their spec says.
+
+Light to import: every process that a test spawns imports this.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from kdabench.data.measurements import Candidate, Cell
+from kdabench.data.sweep import Sweep
+from kdabench.measure import session, worker
+from kdabench.measure.clock import Reading
+from kdabench.measure.contest import Plan, run_contest
+
+PLAN = Plan(min_rounds=3, max_rounds=4)
+ENV = {"gpu": "Synthetic GPU", "sms": 100, "uuid": "GPU-0"}
+STDERR_BYTES = 100_000_000
+
+
+def candidate(split: int, does: str = "its work") -> Candidate:
+    return Candidate.of("KdaSplit", {"split": split, "does": does})
+
+
+def make_sweep(
+    folder: Path, candidates: tuple[Candidate, ...], requests: tuple[int, ...] = (1,), processes: int = 1
+) -> Sweep:
+    cells = tuple(Cell("decode", r, 12) for r in requests)
+    return Sweep(folder / "made-up.toml", "Is it kept?", ("KdaSplit",), processes, cells, candidates)
+
+
+def run(sweep: Sweep, out: Path, **options: Any) -> session.Summary:
+    given = {"device": "cuda:0", "out": out, "results": out / "results", "plan": PLAN, "worker_main": obedient}
+    return session.run_sweep(sweep, **given | options)
+
+
+class NoisyClock:
+    """The true time is `5 - split / 10` us; a candidate that does "nan" has none."""
+
+    def __init__(self, seed: str) -> None:
+        self.random = random.Random(seed)
+
+    def begin_round(self, index: int) -> None:
+        pass
+
+    def read(self, candidate: Candidate) -> Reading:
+        if candidate.spec["does"] == "nan":
+            return Reading(float("nan"))
+        if candidate.spec["does"] == "hang in the rounds":
+            time.sleep(1000)
+        return Reading((5 - int(candidate.spec["split"]) / 10) * (1 + self.random.gauss(0, 0.001)), 1980, False)
+
+
+class UnpicklableError(Exception):
+    def __reduce__(self) -> Any:
+        raise TypeError("cannot be pickled")
+
+
+def misbehave(pipe: Connection, does: str) -> None:
+    match does:
+        case "abort":
+            os.abort()
+        case "exit without an answer":
+            os._exit(0)
+        case "segmentation fault":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case "unpicklable exception":
+            raise UnpicklableError("and here the reason")
+        case "unreadable answer":
+            pipe.send_bytes(b"not a pickle")
+        case "much on stderr, then abort":
+            shout()
+            os.abort()
+        case "much on stderr":
+            shout()
+        case "hang" | "hang in compile":
+            time.sleep(1000)
+        case "hold the pipe":
+            os.write(pipe.fileno(), (1 << 20).to_bytes(4, "big") + b"the beginning of an answer")
+            time.sleep(1000)
+        case "leave a child":
+            if os.fork() == 0:
+                time.sleep(1000)
+            os.abort()
+
+
+def broken(pipe: Connection, index: int) -> None:
+    """Doesn't get as far as its first message."""
+    raise RuntimeError("CUDA error: all devices are busy")
+
+
+def shout() -> None:
+    line = b"a kernel printed this\n" * 4096
+    for _ in range(STDERR_BYTES // len(line)):
+        os.write(2, line)
+
+
+def obedient(pipe: Connection, index: int) -> None:
+    pipe.send(worker.Ready(ENV))
+    while (job := pipe.recv()) is not None:
+        pipe.send(worker.Began("cell"))
+        ready = [c for c in job.candidates if prepare(pipe, c, len(job.candidates))]
+        pipe.send(worker.Began("measure"))
+
+        def keep(index: int, readings: Any) -> None:
+            pipe.send(worker.RoundDone(index, tuple(readings), {"power_w": 300}))
+
+        clock = Announcing(pipe, job.cell.key)
+        history: Mapping[Candidate, Any] = job.history
+        contest = run_contest(ready, clock, job.plan, history=history, first_round=job.first_round, on_round=keep)
+        for c in ready:
+            if c in contest.samples:
+                outcome(pipe, c, "ok", contest.left.get(c))
+            else:
+                outcome(pipe, c, "unstable", contest.left[c])
+        pipe.send(worker.CellDone())
+
+
+class Announcing(NoisyClock):
+    def __init__(self, pipe: Connection, seed: str) -> None:
+        super().__init__(seed)
+        self.pipe = pipe
+
+    def read(self, candidate: Candidate) -> Reading:
+        self.pipe.send(worker.Began("measure", candidate))
+        return super().read(candidate)
+
+
+def prepare(pipe: Connection, candidate: Candidate, company: int) -> bool:
+    does = str(candidate.spec["does"])
+    if does == "abort in company" and company > 1:
+        does = "abort"
+    pipe.send(worker.Began("compile", candidate))
+    if does == "hang in compile":
+        misbehave(pipe, does)
+    pipe.send(worker.Began("check", candidate))
+    if does in ("wrong", "capture_failed", "implausible"):
+        outcome(pipe, candidate, does, f"made up: {does}")
+        return False
+    misbehave(pipe, does)
+    return True
+
+
+def outcome(pipe: Connection, candidate: Candidate, status: Any, reason: str | None) -> None:
+    pipe.send(worker.Outcome(candidate, status, reason, 10**9, 10**6, "sha256:" + "0" * 64, {"compile_s": 1.5}))
+
+
+if __name__ == "__main__":
+    sys.exit("imported by tests")
