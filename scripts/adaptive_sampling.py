@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from kdabench.cli import console
-from kdabench.data.measurements import Cell, Record, cell_order, load, load_envs
+from kdabench.data.measurements import Cell, Measurement, cell_order, load, load_envs
 from kdabench.policy import emit, fit, regret
 from kdabench.policy.adaptive import TARGET, Course, rows_of
 
@@ -30,30 +30,30 @@ class Study:
     def __init__(self, folder: Path) -> None:
         path = folder / "dispatch.jsonl"
         self.held, self.envs = emit.held(folder), load_envs([path])
-        self.records = [r for r in load([path]) if r.cell.kind != "flush"]
-        self.grid = fit.step_grid(self.records, held=self.held)
-        self.by_pair: dict[tuple[Cell, int], list[Record]] = {}
-        for record in self.records:
-            self.by_pair.setdefault((record.cell, record.process), []).append(record)
-        self.cells = sorted({r.cell for r in self.records}, key=cell_order)
+        self.measurements = [r for r in load([path]) if r.cell.kind != "flush"]
+        self.grid = fit.step_grid(self.measurements, held=self.held)
+        self.by_pair: dict[tuple[Cell, int], list[Measurement]] = {}
+        for measurement in self.measurements:
+            self.by_pair.setdefault((measurement.cell, measurement.process), []).append(measurement)
+        self.cells = sorted({r.cell for r in self.measurements}, key=cell_order)
 
     def adaptive(self, target: float) -> list[tuple[Cell, int]]:
         """The (cell, process) pairs of an adaptive sweep, in its order."""
-        candidates = sorted({r.candidate for r in self.records}, key=str)
+        candidates = sorted({r.candidate for r in self.measurements}, key=str)
         course = Course(self.cells, candidates, 1 + max(process for _, process in self.by_pair), target=target)
         found = []
         while (pair := course.next()) is not None:
-            course.tell(*pair, self.by_pair.get(pair, []), self.envs[self.records[0].env]["sms"])
+            course.tell(*pair, self.by_pair.get(pair, []), self.envs[self.measurements[0].env]["sms"])
             found.append(pair)
         return found
 
     def judge(self, pairs: Collection[tuple[Cell, int]]) -> tuple[float, ...]:
         """Cells, part of all samples, and mean, p99 and maximum of the regret over all cells."""
         known = set(pairs)
-        some = [r for r in self.records if (r.cell, r.process) in known]
+        some = [r for r in self.measurements if (r.cell, r.process) in known]
         policy, _ = fit.fit(some, self.envs, held=self.held, resamples=0)
         whole = regret.summarize(self.grid, regret.picks(self.grid, emit.load(emit.emit(policy)).ranked))["all"]
-        part = sum(len(r.samples_us) for r in some) / sum(len(r.samples_us) for r in self.records)
+        part = sum(len(r.samples_us) for r in some) / sum(len(r.samples_us) for r in self.measurements)
         return len({cell for cell, _ in known}), part, whole.geomean, whole.p99, whole.max
 
     def all_of(self, cells: Collection[Cell]) -> list[tuple[Cell, int]]:

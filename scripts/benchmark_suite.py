@@ -41,7 +41,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
 
 from kdabench.data import measurements  # noqa: E402
-from kdabench.data.measurements import Candidate, Cell, Record  # noqa: E402
+from kdabench.data.measurements import Candidate, Cell, Measurement  # noqa: E402
 from kdabench.measure.clock import Clock, Reading  # noqa: E402
 from kdabench.measure.contest import Contest, Plan, run_contest  # noqa: E402
 from kdabench.measure.journal import Journal  # noqa: E402
@@ -88,8 +88,10 @@ def pipeline(args: argparse.Namespace) -> None:
         for heads in (6, 12, 24, 32, 48, 64, 96)
         for requests in sorted({round(2 ** (i / 10)) for i in range(81)})
     ]
-    made = list(synthetic.records(cells, processes=math.ceil(args.records / len(cells) / len(synthetic.CANDIDATES))))
-    made = made[: args.records]
+    made = list(
+        synthetic.measurements(cells, processes=math.ceil(args.measurements / len(cells) / len(synthetic.CANDIDATES)))
+    )
+    made = made[: args.measurements]
     digests = set()
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "dispatch.jsonl"
@@ -197,10 +199,10 @@ class Noise:
         return Reading(self._truth[candidate] * math.exp(error))
 
 
-def recorded_noise(rows: Sequence[Record]) -> tuple[list[tuple[Cell, float, float]], list[float]]:
+def recorded_noise(rows: Sequence[Measurement]) -> tuple[list[tuple[Cell, float, float]], list[float]]:
     """(cell, us, standard deviation of the log ratio of two readings in a round) of each recorded pair of a candidate
     with the fastest; and the errors of all pairs with 10 rounds or more in standard deviations."""
-    shares: dict[tuple[Cell, int], list[Record]] = {}
+    shares: dict[tuple[Cell, int], list[Measurement]] = {}
     for row in rows:
         if row.status == "ok" and len(set(row.rounds)) >= 5:
             shares.setdefault((row.cell, row.process), []).append(row)
@@ -383,7 +385,7 @@ def hang(args: argparse.Namespace) -> None:
 
 def _sweeps(
     planted_ones: Mapping[str, Sequence[Candidate]], limit_s: float
-) -> tuple[dict[str, list[Record]], dict[str, float]]:
+) -> tuple[dict[str, list[Measurement]], dict[str, float]]:
     """Records and seconds of sweeps over the same cells, with other candidates beside the real ones."""
     import planted
 
@@ -403,7 +405,7 @@ def _sweeps(
     return results, took
 
 
-def _judge_faults(clean: Sequence[Record], faulty: Sequence[Record]) -> None:
+def _judge_faults(clean: Sequence[Measurement], faulty: Sequence[Measurement]) -> None:
     wanted = dict(FAULTS.values())
     found = {r.candidate.variant: (r.status, r.reason) for r in faulty if r.candidate.variant in wanted
              and r.status != "unsupported"}  # fmt: skip
@@ -437,7 +439,7 @@ def main() -> None:
 
     command("import", imports, times=5)
     command("resume", resume, sweep=Path("sweeps/dispatch.toml"), device="replay:nvidia-h200")
-    command("pipeline", pipeline, records=100_000)
+    command("pipeline", pipeline, measurements=100_000)
     command("kill", kill, times=1000, seed=1, step=1, folder=tempfile.gettempdir())
     results = ROOT / "results" / "nvidia-h200"
     command("power", power, results=results, files=["dispatch.jsonl", "targets.jsonl"], times=2000, seed=1)

@@ -25,9 +25,11 @@ def times(path: Path) -> Times:
     if not path.exists():
         return {}
     medians: dict[Cell, dict[Candidate, list[float]]] = {}
-    for record in measurements.load([path]):
-        if record.status == "ok":
-            medians.setdefault(record.cell, {}).setdefault(record.candidate, []).append(median(record.samples_us))
+    for measurement in measurements.load([path]):
+        if measurement.status == "ok":
+            medians.setdefault(measurement.cell, {}).setdefault(measurement.candidate, []).append(
+                median(measurement.samples_us)
+            )
     return {cell: {c: median(values) for c, values in found.items()} for cell, found in medians.items()}
 
 

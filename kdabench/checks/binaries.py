@@ -19,7 +19,7 @@ from kda_kernels import build
 from kda_kernels.case import Case
 from kda_kernels.cases import compile_cases, verify_cases
 from kda_kernels.problem import Problem
-from kdabench.data.measurements import Record, load, write_atomic
+from kdabench.data.measurements import Measurement, load, write_atomic
 
 FOLDER = Path("kernels/manifests")
 """Of the manifests, in a checkout; one file per target."""
@@ -109,7 +109,7 @@ def _chosen(variant: str, choices: tuple[tuple[str, Any], ...]) -> dict[str, Any
     return {key: value for key, value in choices if value != getattr(default, key)}
 
 
-def named(variant: str, recorded: Iterable[Record] = ()) -> dict[str, Case]:
+def named(variant: str, recorded: Iterable[Measurement] = ()) -> dict[str, Case]:
     """Every binary of a variant, by name: what is compiled, verified or was measured. Empty for Triton's."""
     from kda_kernels import variants
 
@@ -129,13 +129,15 @@ def to_verify(variant: str, manifest: Manifest) -> set[str]:
     return {digest for digest in digests if digest is not None}
 
 
-def _of(record: Record, variant: str) -> bool:
-    return record.candidate.variant == variant and record.code != ""
+def _of(measurement: Measurement, variant: str) -> bool:
+    return measurement.candidate.variant == variant and measurement.code != ""
 
 
-def case_of(record: Record) -> Case:
+def case_of(measurement: Measurement) -> Case:
     """What a measurement ran."""
-    return Case(record.candidate.variant, tuple(sorted(record.candidate.spec.items())), record.cell.problem)
+    return Case(
+        measurement.candidate.variant, tuple(sorted(measurement.candidate.options.items())), measurement.cell.problem
+    )
 
 
 def _smallest(problem: Problem) -> Problem:
@@ -144,13 +146,13 @@ def _smallest(problem: Problem) -> Problem:
     return smaller if problem.pending is None else replace(smaller, pending="mix")
 
 
-def recorded(results: Path, arch: str) -> list[Record]:
+def recorded(results: Path, arch: str) -> list[Measurement]:
     """The measurements of all devices of a target. Raises RecordError."""
-    found: list[Record] = []
+    found: list[Measurement] = []
     for folder in sorted({path.parent for path in results.glob("*/*.jsonl")}):
         envs = json.loads((folder / "env.json").read_text(encoding="utf-8"))
         if {arch_of(env) for env in envs.values()} == {arch}:
-            found += [record for path in sorted(folder.glob("*.jsonl")) for record in load([path])]
+            found += [measurement for path in sorted(folder.glob("*.jsonl")) for measurement in load([path])]
     return found
 
 

@@ -70,12 +70,12 @@ def check(case: Case, seed: int = 1) -> Row:
     from kdabench.measure.cuda_graphs import capture, require_kernels
 
     module = variants.load(case.variant)
-    spec = variants.make_spec(case.variant, dict(case.choices))
-    why = module.unsupported(case.problem, spec, current_gpu())
+    options = variants.make_spec(case.variant, dict(case.choices))
+    why = module.unsupported(case.problem, options, current_gpu())
     if why is not None:
         return Row(case, f"unsupported: {why}")
-    compiled = module.compile(case.problem, spec, current_gpu())
-    code = identity.code(case.variant, compiled, case.problem, spec, current_gpu())
+    compiled = module.compile(case.problem, options, current_gpu())
+    code = identity.code(case.variant, compiled, case.problem, options, current_gpu())
 
     def make(seed: int) -> Any:
         if case.problem.folds_only:
@@ -188,15 +188,15 @@ def stale(variant: str, entry: Mapping[str, Any], manifest: Manifest, gpu: Gpu) 
     module = variants.load(variant)
     verified, gaps, named = set(entry.get("binaries", ())), [], []
     for case in verify_cases(variant):
-        spec = variants.make_spec(variant, dict(case.choices))
-        if module.unsupported(case.problem, spec, gpu) is not None:
+        options = variants.make_spec(variant, dict(case.choices))
+        if module.unsupported(case.problem, options, gpu) is not None:
             continue
         name = binaries.name(case)
         ours = variants.declared(variant).binaries
         digest = manifest.digest(variant, name) if ours else identity.binary(variant, None)
         if digest not in verified:
             gaps.append(f"{variant} {name}")
-        named.append((case.problem.kind, identity.launch(variant, case.problem, spec, gpu)))
+        named.append((case.problem.kind, identity.launch(variant, case.problem, options, gpu)))
     now, then = launches(named), entry.get("launches", {})
     gaps += [f"{variant} launches of {kind}" for kind in sorted(now) if now[kind] != then.get(kind)]
     return list(dict.fromkeys(gaps))

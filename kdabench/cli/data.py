@@ -15,7 +15,7 @@ from kdabench.cli import console, inputs
 from kdabench.cli.inputs import OUT, RESULTS, Json, Out, Results, SweepFile
 
 if TYPE_CHECKING:
-    from kdabench.data.measurements import Candidate, Cell, Record
+    from kdabench.data.measurements import Candidate, Cell, Measurement
 
 Sweeps = Annotated[Path, typer.Option("--sweeps", metavar="FOLDER", help="Sweep files.")]
 
@@ -108,29 +108,29 @@ def show(
     if path.suffix == ".toml":
         _show_sweep(path, results, as_json)
         return
-    files = _records(path, target, results)
+    files = _measurements(path, target, results)
     wanted = {"heads": heads, "requests": requests, "tokens": tokens, "kind": kind}
     limits = {name: value for name, value in wanted.items() if value is not None}
     if not limits:
         _show_summary(files, as_json)
         return
-    for name, records in files.items():
-        files[name] = [r for r in records if all(getattr(r.cell, key) == value for key, value in limits.items())]
+    for name, measurements in files.items():
+        files[name] = [r for r in measurements if all(getattr(r.cell, key) == value for key, value in limits.items())]
     _show_candidates(files, as_json)
 
 
-def _records(path: Path, target: str, results: Path) -> dict[str, list[Record]]:
+def _measurements(path: Path, target: str, results: Path) -> dict[str, list[Measurement]]:
     """Records by the name of their file."""
     from kdabench.data import measurements
     from kdabench.measure.journal import Journal
 
     if path.suffix == ".db":
         with Journal.read(path) as journal:
-            return {path.name: journal.records()}
+            return {path.name: journal.measurements()}
     if path.suffix == ".jsonl":
         with console.user_input():
             return {path.name: measurements.load([path])}
-    return inputs.load_records(results, target)[1]
+    return inputs.load_measurements(results, target)[1]
 
 
 def _show_sweep(path: Path, results: Path, as_json: bool) -> None:
@@ -142,7 +142,7 @@ def _show_sweep(path: Path, results: Path, as_json: bool) -> None:
                 "question": sweep.question,
                 "processes": sweep.processes,
                 "cells": [asdict(cell) for cell in sweep.cells],
-                "candidates": [{"variant": c.variant, "spec": c.spec} for c in sweep.candidates],
+                "candidates": [{"variant": c.variant, "spec": c.options} for c in sweep.candidates],
             }
         )
         return
@@ -162,22 +162,22 @@ def _show_sweep(path: Path, results: Path, as_json: bool) -> None:
         console.line(str(candidate))
 
 
-def _show_summary(files: Mapping[str, Sequence[Record]], as_json: bool) -> None:
-    groups: dict[tuple[str, str, int, str, str], list[Record]] = {}
-    for name, records in files.items():
-        for record in records:
-            cell = record.cell
-            key = (name, cell.kind, cell.tokens, cell.context, record.candidate.variant)
-            groups.setdefault(key, []).append(record)
+def _show_summary(files: Mapping[str, Sequence[Measurement]], as_json: bool) -> None:
+    groups: dict[tuple[str, str, int, str, str], list[Measurement]] = {}
+    for name, measurements in files.items():
+        for measurement in measurements:
+            cell = measurement.cell
+            key = (name, cell.kind, cell.tokens, cell.context, measurement.candidate.variant)
+            groups.setdefault(key, []).append(measurement)
     rows: list[dict[str, Any]] = []
     for names, group in groups.items():
-        statuses = Counter(record.status for record in group)
+        statuses = Counter(measurement.status for measurement in group)
         rows.append(
             {
                 **dict(zip(("file", "kind", "tokens", "context", "variant"), names, strict=True)),
-                "cells": len({record.cell for record in group}),
+                "cells": len({measurement.cell for measurement in group}),
                 "records": len(group),
-                "samples": sum(len(record.samples_us) for record in group),
+                "samples": sum(len(measurement.samples_us) for measurement in group),
                 "statuses": dict(sorted(statuses.items())),
             }
         )
@@ -191,8 +191,8 @@ def _show_summary(files: Mapping[str, Sequence[Record]], as_json: bool) -> None:
     console.show_table(tuple(rows[0]), shown, right=(2, 5, 6, 7))
 
 
-def _show_candidates(files: Mapping[str, Sequence[Record]], as_json: bool) -> None:
-    rows = [row for name, records in files.items() for row in _candidate_rows(name, records)]
+def _show_candidates(files: Mapping[str, Sequence[Measurement]], as_json: bool) -> None:
+    rows = [row for name, measurements in files.items() for row in _candidate_rows(name, measurements)]
     if as_json:
         console.emit_json(rows)
         return
@@ -213,17 +213,17 @@ def _show_candidates(files: Mapping[str, Sequence[Record]], as_json: bool) -> No
     console.show_table(headings, shown, right=(2, 3, 4, 7, 8, 9, 10))
 
 
-def _candidate_rows(name: str, records: Sequence[Record]) -> list[dict[str, Any]]:
+def _candidate_rows(name: str, measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
     """One row per cell and candidate over all processes; within a cell the fastest first."""
     import numpy as np
 
-    pooled: dict[tuple[Cell, Candidate], list[Record]] = {}
-    for record in records:
-        pooled.setdefault((record.cell, record.candidate), []).append(record)
+    pooled: dict[tuple[Cell, Candidate], list[Measurement]] = {}
+    for measurement in measurements:
+        pooled.setdefault((measurement.cell, measurement.candidate), []).append(measurement)
     order = {cell: i for i, cell in enumerate(dict.fromkeys(cell for cell, _ in pooled))}
     rows: list[tuple[tuple[int, float, str], dict[str, Any]]] = []
     for (cell, candidate), group in pooled.items():
-        samples = [us for record in group if record.status == "ok" for us in record.samples_us]
+        samples = [us for measurement in group if measurement.status == "ok" for us in measurement.samples_us]
         quartiles = np.percentile(samples, (25, 50, 75)) if samples else (math.inf, math.inf, math.inf)
         low, middle, high = (round(float(v), 3) for v in quartiles)
         trouble = next((r for r in group if r.status != "ok"), group[0])
@@ -275,22 +275,22 @@ def plot(
         from kdabench.measure.journal import Journal
 
         with Journal.read(path) as journal:
-            records, envs, replay = journal.records(), journal.envs(), journal.replay
+            measurements, envs, replay = journal.measurements(), journal.envs(), journal.replay
         with console.user_input():
             name, sms = inputs.device_of(envs, str(path))
         home = path.with_name(path.name.removesuffix(".db").removesuffix(".replay"))
         folder, own = to or home / "plots", home / "policy.py"
     else:
-        home, files = inputs.load_records(results, source)
-        records = _fullest(files)
+        home, files = inputs.load_measurements(results, source)
+        measurements = _fullest(files)
         with console.user_input():
             name, sms = inputs.describe(home)
         folder, replay, own = to or home / "plots", False, home / "policy.py"
-    if not records:
+    if not measurements:
         console.fail(f"{source}: no records to draw")
     module = inputs.load_policy(policy or own) if policy or own.is_file() else None
     held = () if path.suffix == ".db" else tuple(emit.held(home))
-    written = write_plots(records, folder, name=name, sms=sms, policy=module, replay=replay, held=held)
+    written = write_plots(measurements, folder, name=name, sms=sms, policy=module, replay=replay, held=held)
     if as_json:
         console.emit_json([str(path) for path in written])
         return
@@ -298,7 +298,7 @@ def plot(
         console.line(console.relative(path))
 
 
-def _fullest(files: Mapping[str, Sequence[Record]]) -> list[Record]:
+def _fullest(files: Mapping[str, Sequence[Measurement]]) -> list[Measurement]:
     """For each question the records of the file that has most of its cells: sessions are not mixed in one figure.
 
     Held-out cells are scattered on purpose, and not drawn.
@@ -306,16 +306,16 @@ def _fullest(files: Mapping[str, Sequence[Record]]) -> list[Record]:
     from kdabench.policy.emit import HELD_OUT
     from kdabench.review.curves import Question, by_question
 
-    best: dict[Question, list[Record]] = {}
-    for name, records in files.items():
+    best: dict[Question, list[Measurement]] = {}
+    for name, measurements in files.items():
         if name != HELD_OUT:
-            for question, group in by_question(records).items():
+            for question, group in by_question(measurements).items():
                 best[question] = max(best.get(question, []), group, key=lambda rows: len({r.cell for r in rows}))
-    return [record for group in best.values() for record in group]
+    return [measurement for group in best.values() for measurement in group]
 
 
 def write_plots(
-    records: Sequence[Record],
+    measurements: Sequence[Measurement],
     folder: Path,
     *,
     name: str,
@@ -327,7 +327,7 @@ def write_plots(
     from kdabench.review import plot
 
     inputs.require_writable(folder)
-    return plot.write_plots(records, folder, device=name, sms=sms, policy=policy, replay=replay, held=held)
+    return plot.write_plots(measurements, folder, device=name, sms=sms, policy=policy, replay=replay, held=held)
 
 
 def export(file: SweepFile, out: Out = OUT, results: Results = RESULTS, as_json: Json = False) -> None:
@@ -352,7 +352,7 @@ def export(file: SweepFile, out: Out = OUT, results: Results = RESULTS, as_json:
         with console.user_input():
             name, _ = inputs.device_of(measured.envs(), str(path))
         written = journal.export(measured, results, devices.slug(name), file.stem)
-        count = len(measured.records())
+        count = len(measured.measurements())
     if as_json:
         console.emit_json({"file": str(written), "records": count})
     else:

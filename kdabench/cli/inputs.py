@@ -14,7 +14,7 @@ import typer
 from kdabench.cli import console
 
 if TYPE_CHECKING:
-    from kdabench.data.measurements import Record
+    from kdabench.data.measurements import Measurement
     from kdabench.data.sweep import Sweep
 
 SweepFile = Annotated[Path, typer.Argument(metavar="SWEEP.toml", help="A sweep file.", show_default=False)]
@@ -103,7 +103,7 @@ def headline(device: Device, asked: str, results: Path) -> str:
     return f"no GPU found: replaying {where}" if asked == "auto" else f"replaying {where}"
 
 
-def known_specs() -> dict[str, dict[str, type]]:
+def known_options() -> dict[str, dict[str, type]]:
     """Options of every variant by name, and their types."""
     from kda_kernels import variants
 
@@ -131,10 +131,10 @@ def load_sweep(path: Path, sms: int | None) -> Sweep:
     from kdabench.data import sweep
 
     with console.user_input():
-        return sweep.load(path, known_specs(), sms)
+        return sweep.load(path, known_options(), sms)
 
 
-def load_records(results: Path, device: str) -> tuple[Path, dict[str, list[Record]]]:
+def load_measurements(results: Path, device: str) -> tuple[Path, dict[str, list[Measurement]]]:
     """A recorded device's folder, and its records by file: sweeps may share cells, so files are kept apart."""
     from kdabench.data import devices, measurements
 

@@ -181,7 +181,7 @@ def outcome(summary: Summary) -> str:
     what = "replayed" if summary.replay else "measured"
     return (
         f"{state}{summary.done} of {summary.total} cells and processes {what}, "
-        f"{len(summary.records)} records in {console.relative(summary.journal)}{_false_alarms(summary)}"
+        f"{len(summary.measurements)} records in {console.relative(summary.journal)}{_false_alarms(summary)}"
     )
 
 
@@ -242,7 +242,7 @@ def summary_json(summary: Summary, target: inputs.Device) -> dict[str, Any]:
         "journal": str(summary.journal),
         "done": summary.done,
         "total": summary.total,
-        "records": len(summary.records),
+        "records": len(summary.measurements),
         "interrupted": summary.interrupted,
         "twins": dict(summary.twins),
         "without_winner": [asdict(cell) for cell in summary.without_winner],

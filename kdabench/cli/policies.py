@@ -13,7 +13,7 @@ from kdabench.cli import console, data, inputs, measuring, reviewing
 from kdabench.cli.inputs import OUT, RESULTS, DeviceChoice, Json, Out, RecordedDevice, Results, SweepFile
 
 if TYPE_CHECKING:
-    from kdabench.data.measurements import Record
+    from kdabench.data.measurements import Measurement
     from kdabench.data.sweep import Sweep
     from kdabench.measure.session import Summary
     from kdabench.policy.constants import Policy
@@ -95,7 +95,7 @@ def _fitted(summary: Summary, envs: Mapping[str, Mapping[str, Any]], held: Mappi
     from kdabench.policy.regret import FitError
 
     try:
-        return _Outcome(*fit(summary.records, envs, default_schedule=inputs.default_schedule(), held=held))
+        return _Outcome(*fit(summary.measurements, envs, default_schedule=inputs.default_schedule(), held=held))
     except FitError as error:
         return _Outcome(why_not=str(error))
 
@@ -129,9 +129,9 @@ def _write(outcome: _Outcome, plan: Sweep, summary: Summary, target: inputs.Devi
         report += f"No policy: {outcome.why_not}\n"
     written.append(folder / "regret.txt")
     emit.write_atomic(written[-1], report)
-    if summary.records:
+    if summary.measurements:
         written += data.write_plots(
-            summary.records,
+            summary.measurements,
             folder / "plots",
             name=target.name,
             sms=target.sms,
@@ -224,14 +224,14 @@ def _guards(facts: Evidence) -> Iterator[str]:
         yield f"  {cell_name(cliff.cell)}: {than}, by {cliff.rule}"
 
 
-def _files(source: list[str]) -> tuple[list[Record], Mapping[str, Mapping[str, Any]]]:
+def _files(source: list[str]) -> tuple[list[Measurement], Mapping[str, Mapping[str, Any]]]:
     from kdabench.data import measurements
     from kdabench.measure.journal import Journal
 
     paths = [Path(name) for name in source]
     if len(paths) == 1 and paths[0].suffix == ".db":
         with Journal.read(paths[0]) as journal:
-            return journal.records(), journal.envs()
+            return journal.measurements(), journal.envs()
     for path in paths:
         if path.suffix != ".jsonl":
             raise ValueError(f"{path}: one recorded device, one journal (.db), or files of records (.jsonl)")
@@ -242,10 +242,10 @@ def _policies_folder() -> Path:
     """Where the dispatcher looks for generated modules."""
     import importlib.util
 
-    spec = importlib.util.find_spec("kda_kernels")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent / "policies"
+    options = importlib.util.find_spec("kda_kernels")
+    assert options is not None
+    assert options.origin is not None
+    return Path(options.origin).parent / "policies"
 
 
 def emit(

@@ -15,7 +15,7 @@ from kdabench.cli import console, inputs
 from kdabench.cli.inputs import RESULTS, Json, Results
 
 if TYPE_CHECKING:
-    from kdabench.data.measurements import Cell, Record
+    from kdabench.data.measurements import Cell, Measurement
     from kdabench.data.sweep import Sweep
     from kdabench.measure.session import Summary
     from kdabench.policy.constants import Policy
@@ -31,18 +31,18 @@ class _Source:
     """A recorded device, a file of records or a journal. files: records by the name of their sweep"""
 
     name: str
-    files: Mapping[str, Sequence[Record]]
+    files: Mapping[str, Sequence[Measurement]]
     envs: Mapping[str, Mapping[str, Any]]
     policy: Path
     replay: bool = False
 
-    def records(self, preferred: Sequence[str]) -> list[Record]:
+    def measurements(self, preferred: Sequence[str]) -> list[Measurement]:
         """Each cell from one file: of the preferred ones if it is in such, else of the fullest."""
         order = sorted(self.files, key=lambda stem: (stem not in preferred, -len(self.files[stem]), stem))
         owner: dict[Cell, str] = {}
         for stem in order:
-            for record in self.files[stem]:
-                owner.setdefault(record.cell, stem)
+            for measurement in self.files[stem]:
+                owner.setdefault(measurement.cell, stem)
         return [r for stem in order for r in self.files[stem] if owner[r.cell] == stem]
 
 
@@ -54,13 +54,13 @@ def _open(name: str, results: Path) -> _Source:
     if path.suffix == ".db":
         stem = path.name.removesuffix(".db").removesuffix(".replay")
         with Journal.read(path) as journal:
-            files = {stem: journal.records()}
+            files = {stem: journal.measurements()}
             return _Source(name, files, journal.envs(), path.with_name(stem) / "policy.py", journal.replay)
     if path.suffix == ".jsonl":
         with console.user_input():
             files = {path.stem: measurements.load([path])}
             return _Source(name, files, measurements.load_envs([path]), path.with_name("policy.py"))
-    folder, by_file = inputs.load_records(results, name)
+    folder, by_file = inputs.load_measurements(results, name)
     with console.user_input():
         envs = measurements.load_envs([folder / "env.json"])
     return _Source(name, {Path(file).stem: found for file, found in by_file.items()}, envs, folder / "policy.py")
@@ -134,8 +134,8 @@ def _sides(sources: tuple[_Source, _Source], policy: bool) -> tuple[Side, Side]:
 def _side(source: _Source, other: _Source, module: Any) -> Side:
     from kdabench.review.compare import Side
 
-    records = source.records(tuple(other.files))
-    return Side(source.name, records, source.envs, source.replay, None if module is None else module.ranked)
+    measurements = source.measurements(tuple(other.files))
+    return Side(source.name, measurements, source.envs, source.replay, None if module is None else module.ranked)
 
 
 def _show(found: Comparison, everything: bool) -> None:
@@ -337,10 +337,10 @@ def of_run(
     return Subject(
         device=target.name,
         replay=summary.replay,
-        measured=[Measured(plan.stem, plan.question, summary.records, plan.cells)],
+        measured=[Measured(plan.stem, plan.question, summary.measurements, plan.cells)],
         envs=envs,
         fitted=fitted if isinstance(fitted, str) else Fitted(*fitted),
-        figures=_read_figures(summary.records, written),
+        figures=_read_figures(summary.measurements, written),
         verified=_verified(results / target.slug),
         reproduce=[again + (f" --device {target.choice}" if target.replay else "")],
         notes=unfinished,
@@ -357,13 +357,13 @@ def write(subject: Subject, path: Path) -> None:
 
 def _fit_device(home: Path) -> tuple[Fitted | str, str | None]:
     """What a device's records give, or why not, and the text of that policy's module."""
-    from kdabench.data.measurements import RecordError
+    from kdabench.data.measurements import MeasurementError
     from kdabench.policy import certificate, emit, regret
     from kdabench.review.report import Fitted
 
     try:
         found = emit.regenerate(home, inputs.default_schedule())
-    except (regret.FitError, RecordError) as error:
+    except (regret.FitError, MeasurementError) as error:
         return str(error), None
     changes = None
     if found.previous is not None:
@@ -376,9 +376,9 @@ def _fit_journal(found: _Source, held: Mapping[str, str]) -> tuple[Fitted | str,
     from kdabench.policy import emit, fit, regret
     from kdabench.review.report import Fitted
 
-    (records,) = found.files.values()
+    (measurements,) = found.files.values()
     try:
-        policy, evidence = fit.fit(records, found.envs, default_schedule=inputs.default_schedule(), held=held)
+        policy, evidence = fit.fit(measurements, found.envs, default_schedule=inputs.default_schedule(), held=held)
     except regret.FitError as error:
         return str(error), None
     return Fitted(policy, evidence), emit.emit(policy, evidence)
@@ -389,17 +389,17 @@ def _measured(found: _Source, sweeps: Path, sms: int) -> list[Measured]:
     from kdabench.data import sweep
     from kdabench.review.report import Measured
 
-    specs = inputs.known_specs()
+    options = inputs.known_options()
     measured = []
-    for stem, records in found.files.items():
+    for stem, measurements in found.files.items():
         path, plan = sweeps / f"{stem}.toml", None
         if path.is_file():
             try:
-                plan = sweep.load(path, specs, sms)
+                plan = sweep.load(path, options, sms)
             except sweep.SweepError as error:
                 console.note(f"warning: {error}")
         asked = None if plan is None else (plan.question, plan.cells)
-        measured.append(Measured(stem, asked and asked[0], records, asked and asked[1]))
+        measured.append(Measured(stem, asked and asked[0], measurements, asked and asked[1]))
     return measured
 
 
@@ -410,19 +410,19 @@ def _figures(found: _Source, name: str, sms: int, policy: str | None, held: Mapp
     from kdabench.policy import emit
 
     module = None if policy is None else emit.load(policy)
-    records = data._fullest(found.files)
+    measurements = data._fullest(found.files)
     with TemporaryDirectory() as folder:
         paths = data.write_plots(
-            records, Path(folder), name=name, sms=sms, policy=module, replay=found.replay, held=tuple(held)
+            measurements, Path(folder), name=name, sms=sms, policy=module, replay=found.replay, held=tuple(held)
         )
-        return _read_figures(records, paths)
+        return _read_figures(measurements, paths)
 
 
-def _read_figures(records: Sequence[Record], paths: Sequence[Path]) -> list[tuple[str, str]]:
+def _read_figures(measurements: Sequence[Measurement], paths: Sequence[Path]) -> list[tuple[str, str]]:
     """Title and SVG of some records' figures, from those of the files that are SVG; what policies are about first."""
     from kdabench.review.curves import by_question
 
-    questions = {q.stem: q for q in by_question(records)}
+    questions = {q.stem: q for q in by_question(measurements)}
     drawn = [(questions[path.stem], path) for path in paths if path.suffix == ".svg"]
     drawn.sort(key=lambda pair: (pair[0].context != "layer", KINDS.index(pair[0].kind)))
     return [(f"{q.title}; {q.circumstances}", path.read_text(encoding="utf-8")) for q, path in drawn]

@@ -160,7 +160,7 @@ def _point(candidate: Candidate) -> Point:
     from kda_kernels import variants
     from kdabench.tune.space import Point
 
-    return Point(candidate, variants.spec_dict(variants.make_spec(candidate.variant, candidate.spec)))
+    return Point(candidate, variants.spec_dict(variants.make_spec(candidate.variant, candidate.options)))
 
 
 def _default(name: str) -> Point:
@@ -309,7 +309,7 @@ def _row(outcome: Outcome) -> tuple[object, ...]:
     known = v.low is not None and v.high is not None
     interval = f"{_percent(v.low or 0):.1f} to {_percent(v.high or 0):.1f}" if known else ""
     default = None if v.default_us is None else f"{v.default_us:.2f}"
-    options = ", ".join(f"{name}={value}" for name, value in v.winner.spec.items())
+    options = ", ".join(f"{name}={value}" for name, value in v.winner.options.items())
     return (*row, options or "default", f"{v.time_us:.2f}", default, gain, interval, v.verdict)
 
 
@@ -334,7 +334,7 @@ def _study_json(outcome: Outcome) -> dict[str, Any]:
         "pruned": outcome.count(TrialState.PRUNED),
         "failed": outcome.count(TrialState.FAIL),
         "best_so_far_us": [value if value < float("inf") else None for value in outcome.best_so_far()],
-        "winner": None if v is None else v.winner.spec,
+        "winner": None if v is None else v.winner.options,
         "time_us": None if v is None else v.time_us,
         "default_us": None if v is None else v.default_us,
         "log_gain": None if v is None else v.gain,
@@ -358,9 +358,11 @@ def _sweep_text(outcomes: Sequence[Outcome], title: str) -> str:
         given = {key: value for key, value in asdict(cell).items() if value is not None}
         text += "\n[[cells]]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in given.items())
     for name in variants:
-        specs = [c.spec for c in winners if c.variant == name]
-        for spec in [*([] if {} in specs else [{}]), *specs]:
-            text += f"\n[[specs.{name}]]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in spec.items())
+        won = [c.options for c in winners if c.variant == name]
+        for options in [*([] if {} in won else [{}]), *won]:
+            text += f"\n[[options.{name}]]\n" + "".join(
+                f"{key} = {json.dumps(value)}\n" for key, value in options.items()
+            )
     return text
 
 

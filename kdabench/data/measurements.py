@@ -35,7 +35,7 @@ Status = Literal[
     "implausible",
     "unstable",
 ]
-SpecValue = int | str | bool
+OptionValue = int | str | bool
 
 SCHEMA = 2
 COLD_FACTOR = 3
@@ -113,22 +113,22 @@ class Candidate:
     """A variant with its compile-time and launch choices, as canonical JSON so that it hashes and sorts."""
 
     variant: str
-    spec_json: str
+    options_json: str
 
     @classmethod
-    def of(cls, variant: str, spec: Mapping[str, SpecValue]) -> Candidate:
-        return cls(variant, canonical(dict(spec)))
+    def of(cls, variant: str, options: Mapping[str, OptionValue]) -> Candidate:
+        return cls(variant, canonical(dict(options)))
 
     @cached_property
-    def spec(self) -> dict[str, SpecValue]:
-        return json.loads(self.spec_json)  # type: ignore[no-any-return]
+    def options(self) -> dict[str, OptionValue]:
+        return json.loads(self.options_json)  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
-        return f"{self.variant}({', '.join(f'{k}={v}' for k, v in self.spec.items())})"
+        return f"{self.variant}({', '.join(f'{k}={v}' for k, v in self.options.items())})"
 
 
 @dataclass(frozen=True)
-class Record:
+class Measurement:
     """The outcome of one candidate in one cell in one process.
 
     samples_us    time per launch, raw, in the order taken; empty unless the status is ok or unstable
@@ -155,7 +155,7 @@ class Record:
 
     def to_json(self) -> dict[str, Any]:
         cell = {name: getattr(self.cell, name) for name in CELL_FIELDS}
-        return self._own_json() | {"cell": cell, "spec": dict(self.candidate.spec)}
+        return self._own_json() | {"cell": cell, "spec": dict(self.candidate.options)}
 
     @property
     def line(self) -> str:
@@ -163,7 +163,7 @@ class Record:
         text = canonical(self._own_json())
         # Quotes are escaped inside strings: only the keys themselves are found.
         text = text.replace('"cell":null', f'"cell":{self.cell.key}', 1)
-        return text.replace('"spec":null', f'"spec":{self.candidate.spec_json}', 1)
+        return text.replace('"spec":null', f'"spec":{self.candidate.options_json}', 1)
 
     def _own_json(self) -> dict[str, Any]:
         """Without what records share: cell and spec."""
@@ -186,20 +186,20 @@ class Record:
         }
 
     @classmethod
-    def from_json(cls, data: object, where: str = "record") -> Record:
+    def from_json(cls, data: object, where: str = "record") -> Measurement:
         """The inverse of `to_json`, strict. Raises RecordError naming `where`, key, value and the rule."""
-        line = _object(data, _RECORD_KEYS, where)
+        line = _object(data, _KEYS, where)
         if type(line["schema"]) is not int or line["schema"] != SCHEMA:
             _fail(where, "schema", line["schema"], f"this version reads {SCHEMA}")
         status = _one_of(where, "status", line["status"], STATUSES)
         if not isinstance(line["variant"], str) or not line["variant"]:
             _fail(where, "variant", line["variant"], "a name")
         samples = _samples(where, line["samples_us"], status)
-        spec = _spec(line["spec"], where)
+        options = _options(line["spec"], where)
         columns = {key: _column(where, key, line[key], len(samples)) for key in ("rounds", "sm_clock_mhz", "throttled")}
         return cls(
             cell=_cell(line["cell"], where),
-            candidate=_shared_candidate(line["variant"], *spec, *spec.values()),
+            candidate=_shared_candidate(line["variant"], *options, *options.values()),
             status=status,
             reason=_reason(where, line["reason"], status),
             process=_count(where, line, "process"),
@@ -215,11 +215,11 @@ class Record:
 CELL_FIELDS = tuple(f.name for f in fields(Cell))
 
 
-class RecordError(ValueError):
+class MeasurementError(ValueError):
     """Not a record, or not one that may be mixed with the others. One line: where, key, value and the rule."""
 
 
-_RECORD_KEYS = frozenset(
+_KEYS = frozenset(
     (
         "schema",
         "cell",
@@ -245,7 +245,7 @@ _SHOWN = 80  # characters of a bad value that an error quotes
 
 def _fail(where: str, key: str, value: object, rule: str) -> NoReturn:
     text = repr(value)
-    raise RecordError(f"{where}: {key}: {text if len(text) <= _SHOWN else text[:_SHOWN] + '...'}: {rule}")
+    raise MeasurementError(f"{where}: {key}: {text if len(text) <= _SHOWN else text[:_SHOWN] + '...'}: {rule}")
 
 
 def _object(data: object, known: frozenset[str], where: str) -> dict[str, Any]:
@@ -323,7 +323,7 @@ def _column(where: str, key: str, values: Any, length: int) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def _spec(value: Any, where: str) -> dict[str, SpecValue]:
+def _options(value: Any, where: str) -> dict[str, OptionValue]:
     if not isinstance(value, dict):
         _fail(where, "spec", value, "a JSON object")
     for key, choice in value.items():
@@ -339,7 +339,7 @@ def _cell(data: object, where: str) -> Cell:
     except (TypeError, ValueError) as error:
         for key, allowed in _CELL_WORDS.items():
             _one_of(where, f"cell.{key}", values[key], allowed)
-        raise RecordError(f"{where}: cell: {error}") from None
+        raise MeasurementError(f"{where}: cell: {error}") from None
 
 
 @lru_cache(maxsize=100_000, typed=True)
@@ -353,10 +353,10 @@ def _checked_cell(*values: Any) -> Cell:
 
 
 @lru_cache(maxsize=100_000, typed=True)
-def _shared_candidate(variant: str, *spec: Any) -> Candidate:
+def _shared_candidate(variant: str, *options: Any) -> Candidate:
     """A candidate, which its records share. spec: the names of its choices, then their values"""
-    half = len(spec) // 2
-    return Candidate.of(variant, dict(zip(spec[:half], spec[half:], strict=True)))
+    half = len(options) // 2
+    return Candidate.of(variant, dict(zip(options[:half], options[half:], strict=True)))
 
 
 def cell_order(cell: Cell) -> tuple[Any, ...]:
@@ -376,19 +376,24 @@ def cell_order(cell: Cell) -> tuple[Any, ...]:
     )
 
 
-def record_order(record: Record) -> tuple[Any, ...]:
-    return (*cell_order(record.cell), record.candidate.variant, record.candidate.spec_json, record.process)
+def measurement_order(measurement: Measurement) -> tuple[Any, ...]:
+    return (
+        *cell_order(measurement.cell),
+        measurement.candidate.variant,
+        measurement.candidate.options_json,
+        measurement.process,
+    )
 
 
-def dumps(records: Iterable[Record]) -> str:
+def dumps(measurements: Iterable[Measurement]) -> str:
     """Sorted, strict JSON lines: the same records give the same text."""
-    lines = sorted((record_order(record), record.line) for record in records)
+    lines = sorted((measurement_order(measurement), measurement.line) for measurement in measurements)
     return "".join(line + "\n" for _, line in lines)
 
 
-def dump(records: Iterable[Record], path: Path) -> None:
+def dump(measurements: Iterable[Measurement], path: Path) -> None:
     """Writes `dumps`, whole or not at all. Raises OSError."""
-    write_atomic(path, dumps(records))
+    write_atomic(path, dumps(measurements))
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -410,7 +415,7 @@ def parse_json(text: str, where: str) -> object:
     try:
         return _DECODER.decode(text)
     except (ValueError, RecursionError) as error:
-        raise RecordError(f"{where}: not strict JSON: {error}") from None
+        raise MeasurementError(f"{where}: not strict JSON: {error}") from None
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -431,10 +436,10 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise RecordError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise MeasurementError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
-def load(paths: Iterable[Path]) -> list[Record]:
+def load(paths: Iterable[Path]) -> list[Measurement]:
     """All records of some exported files, sorted, fit to be mixed.
 
     Raises RecordError naming file and line for a line that is not a record, a record that occurs twice, an unknown
@@ -443,28 +448,33 @@ def load(paths: Iterable[Path]) -> list[Record]:
     from kdabench.data import provenance  # which itself needs `canonical` from here
 
     paths = list(paths)
-    found: dict[tuple[Cell, Candidate, int], Record] = {}
+    found: dict[tuple[Cell, Candidate, int], Measurement] = {}
     with _without_collector():
         for where, line in _lines(paths):
-            record = Record.from_json(parse_json(line, where), where)
-            if found.setdefault((record.cell, record.candidate, record.process), record) is not record:
-                raise RecordError(
-                    f"{where}: {record.candidate}, process {record.process}, {record.cell.key}: is there twice"
+            measurement = Measurement.from_json(parse_json(line, where), where)
+            if (
+                found.setdefault((measurement.cell, measurement.candidate, measurement.process), measurement)
+                is not measurement
+            ):
+                raise MeasurementError(
+                    f"{where}: {measurement.candidate}, process {measurement.process}, {measurement.cell.key}: is there twice"
                 )
-    records = sorted(found.values(), key=record_order)
+    measurements = sorted(found.values(), key=measurement_order)
     envs = load_envs(paths)
-    if unknown := {record.env for record in records} - envs.keys():
-        raise RecordError(f"{paths[0]}: env: {min(unknown)}: not in the env.json beside it")
-    for record in records:
-        _require_cold(record, envs[record.env].get("l2_bytes"), paths[0])
+    if unknown := {measurement.env for measurement in measurements} - envs.keys():
+        raise MeasurementError(f"{paths[0]}: env: {min(unknown)}: not in the env.json beside it")
+    for measurement in measurements:
+        _require_cold(measurement, envs[measurement.env].get("l2_bytes"), paths[0])
     try:
-        provenance.check_kernels(records)
-        notes = provenance.check_mix([envs[digest] for digest in sorted({record.env for record in records})])
+        provenance.check_kernels(measurements)
+        notes = provenance.check_mix(
+            [envs[digest] for digest in sorted({measurement.env for measurement in measurements})]
+        )
     except provenance.ProvenanceError as error:
-        raise RecordError(f"{', '.join(map(str, paths))}: {error}") from None
+        raise MeasurementError(f"{', '.join(map(str, paths))}: {error}") from None
     for note in notes:
         warnings.warn(note, provenance.ProvenanceWarning, stacklevel=2)
-    return records
+    return measurements
 
 
 def _lines(paths: Iterable[Path]) -> Iterator[tuple[str, str]]:
@@ -487,13 +497,15 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _require_cold(record: Record, l2_bytes: int | None, path: Path) -> None:
+def _require_cold(measurement: Measurement, l2_bytes: int | None, path: Path) -> None:
     """Raises RecordError for a time that is called cold, though one replay of it fits into the L2."""
-    if record.status != "ok" or record.cell.l2 != "cold" or not isinstance(l2_bytes, int):
+    if measurement.status != "ok" or measurement.cell.l2 != "cold" or not isinstance(l2_bytes, int):
         return
-    if l2_state(record.unique_bytes, l2_bytes) != "cold":
+    if l2_state(measurement.unique_bytes, l2_bytes) != "cold":
         rule = f"below {COLD_FACTOR} x the L2 of {l2_bytes} bytes is not cold"
-        _fail(f"{path}: {record.candidate}, {record.cell.key}", "unique_bytes", record.unique_bytes, rule)
+        _fail(
+            f"{path}: {measurement.candidate}, {measurement.cell.key}", "unique_bytes", measurement.unique_bytes, rule
+        )
 
 
 def load_envs(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from kdabench.data.measurements import Record, canonical
+from kdabench.data.measurements import Measurement, canonical
 
 FieldClass = Literal["hard", "soft", "free"]
 
@@ -70,7 +70,7 @@ def check_mix(envs: Sequence[Mapping[str, Any]]) -> list[str]:
     return warnings
 
 
-def check_kernels(records: Iterable[Record]) -> None:
+def check_kernels(measurements: Iterable[Measurement]) -> None:
     """Raises ProvenanceError if records that should be of one binary, or of one launch of it, are not; says of which.
 
     A candidate has one binary for all cells of a kind, tokens, state dtype and window layout, and one
@@ -78,11 +78,11 @@ def check_kernels(records: Iterable[Record]) -> None:
     """
     binaries: dict[tuple[object, ...], str] = {}
     launches: dict[tuple[object, ...], str] = {}
-    for record in records:
-        if not record.code:
+    for measurement in measurements:
+        if not measurement.code:
             continue
-        cell, candidate = record.cell, record.candidate
-        binary, _, launch = record.code.partition("-")
+        cell, candidate = measurement.cell, measurement.candidate
+        binary, _, launch = measurement.code.partition("-")
         compiled = (candidate, cell.kind, cell.tokens, cell.state_dtype, cell.conv_layout)
         if (seen := binaries.setdefault(compiled, binary)) != binary:
             of = f"{candidate}, {cell.kind} of {cell.tokens} tokens, {cell.state_dtype}, {cell.conv_layout}"

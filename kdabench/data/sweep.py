@@ -10,7 +10,7 @@
     heads = [12, 96]
     waves = true            # adds the request counts at which a wave of CTAs fills up
 
-    [specs.KdaSplit]        # or several [[specs.KdaSplit]]; the product of its axes
+    [options.KdaSplit]      # or several [[options.KdaSplit]]; the product of its axes
     split = [1, 2, 4]
 
 Everything is strict: what isn't understood fails with one line that names file, key, value and the rule.
@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from kda_kernels.problem import CONV_LAYOUTS, KINDS, STATE_DTYPES
-from kdabench.data.measurements import CONTEXTS, INPUTS, L2, Candidate, Cell, SpecValue, canonical, cell_order
+from kdabench.data.measurements import CONTEXTS, INPUTS, L2, Candidate, Cell, OptionValue, canonical, cell_order
 
-KnownSpecs = Mapping[str, Mapping[str, type]]
+KnownOptions = Mapping[str, Mapping[str, type]]
 """The option names and types (int, str or bool) of every known variant."""
 
 MAX_CELLS = 100_000
@@ -39,7 +39,7 @@ MAX_CANDIDATES = 10_000
 MAX_PROCESSES = 100
 MAX_WAVES = 1_000
 
-_KEYS = ("question", "variants", "processes", "cells", "specs")
+_KEYS = ("question", "variants", "processes", "cells", "options")
 _WORDS: dict[str, Sequence[str]] = {
     "kind": KINDS,
     "state_dtype": STATE_DTYPES,
@@ -83,18 +83,18 @@ class Sweep:
         """Of all that decides what is measured: cells, candidates, processes. Not of the question's wording."""
         content = {
             "cells": [asdict(cell) for cell in self.cells],
-            "candidates": [[c.variant, c.spec] for c in self.candidates],
+            "candidates": [[c.variant, c.options] for c in self.candidates],
             "processes": self.processes,
         }
         return "sha256:" + hashlib.sha256(canonical(content).encode()).hexdigest()
 
 
-def load(path: Path, known_specs: KnownSpecs, sms: int | None = None) -> Sweep:
+def load(path: Path, known_options: KnownOptions, sms: int | None = None) -> Sweep:
     """Reads and expands a sweep file.
 
     sms is the SM count of the device to measure; only `waves` needs it. Raises SweepError.
     """
-    return _Reader(path, known_specs, sms).sweep(_parse(path))
+    return _Reader(path, known_options, sms).sweep(_parse(path))
 
 
 def _parse(path: Path) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def wave_requests(heads: int, splits: Sequence[int], sms: int, lo: int, hi: int,
 @dataclass(frozen=True)
 class _Reader:
     path: Path
-    known: KnownSpecs
+    known: KnownOptions
     sms: int | None
 
     def fail(self, key: str, value: object, rule: str) -> NoReturn:
@@ -145,8 +145,8 @@ class _Reader:
         processes = data.get("processes", 1)
         if self.count("processes", processes) > MAX_PROCESSES:
             self.fail("processes", processes, f"at most {MAX_PROCESSES}")
-        candidates = self.candidates(variants, data.get("specs", {}))
-        cells = self.cells(data["cells"], sorted({int(c.spec.get("split", 1)) for c in candidates}))
+        candidates = self.candidates(variants, data.get("options", {}))
+        cells = self.cells(data["cells"], sorted({int(c.options.get("split", 1)) for c in candidates}))
         return Sweep(self.path, question.strip(), tuple(variants), processes, cells, candidates)
 
     def keys(self, where: str, table: object, known: Sequence[str], required: Sequence[str] = ()) -> None:
@@ -191,20 +191,20 @@ class _Reader:
             self.fail(key, value, "an integer >= 1")
         return value
 
-    def candidates(self, variants: list[str], specs: object) -> tuple[Candidate, ...]:
-        self.keys("specs", specs, variants)
-        assert isinstance(specs, dict)
+    def candidates(self, variants: list[str], tables: object) -> tuple[Candidate, ...]:
+        self.keys("options", tables, variants)
+        assert isinstance(tables, dict)
         found = dict[Candidate, None]()
         for variant in variants:
-            for where, table in self.tables(f"specs.{variant}", specs.get(variant, {})):
-                for spec in self.specs(where, variant, table):
-                    candidate = Candidate.of(variant, spec)
+            for where, table in self.tables(f"options.{variant}", tables.get(variant, {})):
+                for options in self.options(where, variant, table):
+                    candidate = Candidate.of(variant, options)
                     if candidate in found:
-                        self.fail(where, spec, "a candidate must not occur twice")
+                        self.fail(where, options, "a candidate must not occur twice")
                     found[candidate] = None
         return tuple(found)
 
-    def specs(self, where: str, variant: str, table: Any) -> Iterator[dict[str, SpecValue]]:
+    def options(self, where: str, variant: str, table: Any) -> Iterator[dict[str, OptionValue]]:
         known = self.known[variant]
         self.keys(where, table, tuple(known))
         axes = {key: self.axis(f"{where}.{key}", value) for key, value in table.items()}

@@ -225,8 +225,8 @@ class CellBench:
         problem = self.cell.problem
         pages = problem.requests * (2 if problem.kind == "commit" else problem.tokens if problem.kind == "spec" else 1)
         state = pages * problem.heads * problem.page_bytes * problem.layers
-        records = problem.items * problem.tokens * 1024 * problem.layers
-        per_copy = state + records + problem.rows * problem.pitch * 2
+        measurements = problem.items * problem.tokens * 1024 * problem.layers
+        per_copy = state + measurements + problem.rows * problem.pitch * 2
         # Beside the copies: the first one's pristine clone, and float64 temporaries of the reference.
         wide = 8 // problem.state_item_bytes
         need = per_copy * distinct + state // problem.layers * (1 + 3 * wide)
@@ -273,16 +273,16 @@ class CellBench:
         module = planted or variants.load(candidate.variant)
         try:
             known = variants.make_spec
-            spec = planted.Spec(**candidate.spec) if planted else known(candidate.variant, candidate.spec)
+            options = planted.Spec(**candidate.options) if planted else known(candidate.variant, candidate.options)
         except (TypeError, ValueError) as reason:
             raise CandidateError("unsupported", str(reason)) from reason
-        why = module.unsupported(self.cell.problem, spec, self.device.gpu)
-        if why is None and self.cell.context == "isolated" and candidate.spec.get("pdl"):
+        why = module.unsupported(self.cell.problem, options, self.device.gpu)
+        if why is None and self.cell.context == "isolated" and candidate.options.get("pdl"):
             why = "pdl=true: context isolated has no PDL edges"
         if why is not None:
             raise CandidateError("unsupported", why)
         try:
-            return module, module.compile(self.cell.problem, spec, self.device.gpu)
+            return module, module.compile(self.cell.problem, options, self.device.gpu)
         except Exception as reason:
             # Whatever the compilers raise belongs to this candidate alone.
             raise CandidateError("compile_error", _first_line(reason)) from reason

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from kdabench.data.measurements import Candidate, Record
+from kdabench.data.measurements import Candidate, Measurement
 
 MIN_COPIES = 8
 """Independent layers that a graph goes round, at least."""
@@ -44,9 +44,9 @@ EXHAUSTED = "no recorded sample of round"
 class ReplayedClock:
     """Gives back the recorded samples of one (cell, process), round by round, in the order they were taken."""
 
-    def __init__(self, records: Iterable[Record]) -> None:
+    def __init__(self, measurements: Iterable[Measurement]) -> None:
         self._by_round: dict[Candidate, dict[int, list[Reading]]] = {}
-        for r in records:
+        for r in measurements:
             rounds = self._by_round.setdefault(r.candidate, {})
             for i, us, mhz, throttled in zip(r.rounds, r.samples_us, r.sm_clock_mhz, r.throttled, strict=True):
                 rounds.setdefault(i, []).append(Reading(us, mhz, throttled))

@@ -15,7 +15,7 @@ from itertools import groupby
 from statistics import NormalDist, fmean, median, stdev
 from typing import Literal
 
-from kdabench.data.measurements import Candidate, Record
+from kdabench.data.measurements import Candidate, Measurement
 from kdabench.measure.clock import Clock, ExhaustedError, Reading
 
 Round = Sequence[tuple[Candidate, Reading]]
@@ -73,7 +73,7 @@ class Contest:
         return median(self.samples[candidate])
 
     def fastest(self, of: Sequence[Candidate]) -> Candidate:
-        return min(of, key=lambda c: (self.time_us(c), c.variant, c.spec_json))
+        return min(of, key=lambda c: (self.time_us(c), c.variant, c.options_json))
 
     @property
     def best(self) -> Candidate:
@@ -141,9 +141,9 @@ def log_ratio_interval(contest: Contest, candidate: Candidate, best: Candidate, 
     return _interval(_log_ratios(contest, contest.samples, candidate, best), z)
 
 
-def twins(record: Record) -> list[tuple[float, float]]:
+def twins(measurement: Measurement) -> list[tuple[float, float]]:
     """The two samples of each round in which a candidate was measured twice, in the order taken."""
-    pairs = zip(record.rounds, record.samples_us, strict=True)
+    pairs = zip(measurement.rounds, measurement.samples_us, strict=True)
     by_round = ([us for _, us in group] for _, group in groupby(pairs, key=lambda pair: pair[0]))
     return [(found[0], found[1]) for found in by_round if len(found) == 2]
 

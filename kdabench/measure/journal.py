@@ -25,12 +25,12 @@ from kdabench.data.measurements import (
     STATUSES,
     Candidate,
     Cell,
-    Record,
+    Measurement,
     Status,
     canonical,
     dumps,
     load_envs,
-    record_order,
+    measurement_order,
     write_atomic,
 )
 from kdabench.measure import clock
@@ -243,7 +243,7 @@ class Journal:
         return int(self._db.execute("SELECT id FROM cell WHERE key = ?", (cell.key,)).fetchone()[0])
 
     def _candidate(self, candidate: Candidate) -> int:
-        names = (candidate.variant, candidate.spec_json)
+        names = (candidate.variant, candidate.options_json)
         self._db.execute("INSERT OR IGNORE INTO candidate (variant, spec) VALUES (?, ?)", names)
         row = self._db.execute("SELECT id FROM candidate WHERE variant = ? AND spec = ?", names).fetchone()
         return int(row[0])
@@ -277,9 +277,9 @@ class Journal:
         latest = "SELECT max(round) FROM round JOIN cell ON cell.id = cell WHERE key = ? AND process = ?"
         found: dict[Candidate, list[tuple[int, clock.Reading]]] = {}
         with _one_line(self.path):
-            for variant, spec, index, time_us, mhz, slow in self._db.execute(query, (cell.key, process)):
+            for variant, options, index, time_us, mhz, slow in self._db.execute(query, (cell.key, process)):
                 reading = clock.Reading(time_us, mhz, None if slow is None else bool(slow))
-                found.setdefault(Candidate(variant, spec), []).append((index, reading))
+                found.setdefault(Candidate(variant, options), []).append((index, reading))
             last = self._db.execute(latest, (cell.key, process)).fetchone()[0]
         return found, 0 if last is None else last + 1
 
@@ -411,15 +411,15 @@ class Journal:
                 self._db.executemany(f"DELETE FROM {table} WHERE cell = ? AND process = ?", shares)
         return len(shares)
 
-    def records(self) -> list[Record]:
+    def measurements(self) -> list[Measurement]:
         """All candidates that have an outcome, sorted. Only status ok and unstable come with samples."""
-        return self._records("", ())
+        return self._measurements("", ())
 
-    def outcomes(self, cell: Cell, process: int) -> list[Record]:
+    def outcomes(self, cell: Cell, process: int) -> list[Measurement]:
         """The same, of one process's share of a cell."""
-        return self._records("WHERE key = ? AND process = ?", (cell.key, process))
+        return self._measurements("WHERE key = ? AND process = ?", (cell.key, process))
 
-    def _records(self, where: str, values: tuple[Any, ...]) -> list[Record]:
+    def _measurements(self, where: str, values: tuple[Any, ...]) -> list[Measurement]:
         readings = f"""SELECT reading.cell, process, candidate, time_us, round, sm_clock_mhz, throttled FROM reading
                        JOIN cell ON cell.id = reading.cell {where} ORDER BY round, position"""
         outcomes = f"""SELECT outcome.cell, process, candidate, key, variant, spec, status, reason, unique_bytes,
@@ -432,13 +432,15 @@ class Journal:
             for at, process, who, time_us, index, clock, slow in self._db.execute(readings, values):
                 reading = (time_us, index, clock, None if slow is None else bool(slow))
                 samples.setdefault((at, process, who), []).append(reading)
-            for at, process, who, key, variant, spec, status, reason, *facts in self._db.execute(outcomes, values):
+            for at, process, who, key, variant, options, status, reason, *facts in self._db.execute(outcomes, values):
                 cell = cells.get(key) or cells.setdefault(key, Cell(**json.loads(key)))
                 taken = samples.get((at, process, who), []) if status in ("ok", "unstable") else []
                 times, rounds, clocks, slowed = zip(*taken, strict=True) if taken else ((), (), (), ())
-                candidate = Candidate(variant, spec)
-                found.append(Record(cell, candidate, status, reason, process, times, rounds, clocks, slowed, *facts))
-        return sorted(found, key=record_order)
+                candidate = Candidate(variant, options)
+                found.append(
+                    Measurement(cell, candidate, status, reason, process, times, rounds, clocks, slowed, *facts)
+                )
+        return sorted(found, key=measurement_order)
 
     def envs(self) -> dict[str, dict[str, Any]]:
         """Environments by digest."""
@@ -502,23 +504,25 @@ def export(journal: Journal, results_dir: Path, device_slug: str, stem: str) -> 
     """
     if journal.replay:
         raise JournalError(f"{journal.path}: is a replay; it is never exported as a measurement")
-    records = journal.records()
-    for record in records:
-        if record.status == "ok" and not record.samples_us:
-            raise JournalError(f"{journal.path}: {record.candidate} is ok without a sample: {record.cell.key}")
+    measurements = journal.measurements()
+    for measurement in measurements:
+        if measurement.status == "ok" and not measurement.samples_us:
+            raise JournalError(
+                f"{journal.path}: {measurement.candidate} is ok without a sample: {measurement.cell.key}"
+            )
     folder = results_dir / device_slug
     path = folder / f"{stem}.jsonl"
     try:
         known = load_envs([folder / "env.json"]) if (folder / "env.json").exists() else {}
         envs = known | journal.envs()
         provenance.check_mix(list(envs.values()))
-        provenance.check_kernels(records)
+        provenance.check_kernels(measurements)
     except ValueError as error:
         raise JournalError(f"{path}: not exported: {error}") from None
     with _one_line(path):
         # The environments first, so that no record ever names one that isn't there.
         write_atomic(folder / "env.json", json.dumps(envs, indent=1, sort_keys=True, allow_nan=False) + "\n")
-        write_atomic(path, dumps(records))
+        write_atomic(path, dumps(measurements))
     return path
 
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kda_kernels import build
 from kda_kernels.case import Case
 from kdabench.data import devices
-from kdabench.data.measurements import Candidate, Cell, Record, Status, load
+from kdabench.data.measurements import Candidate, Cell, Measurement, Status, load
 from kdabench.data.sweep import Sweep
 from kdabench.measure import worker
 from kdabench.measure.clock import EXHAUSTED, ReplayedClock
@@ -69,7 +69,7 @@ class Summary:
     total: int
     stopped_by: int | None
     replay: bool
-    records: list[Record]
+    measurements: list[Measurement]
     without_winner: tuple[Cell, ...] = field(default=())
     twins: Mapping[str, int] = field(default_factory=dict)
 
@@ -187,18 +187,18 @@ def run_sweep(
         except KeyboardInterrupt as stopped:
             stopped_by = stopped.number if isinstance(stopped, Stopped) else int(signal.SIGINT)
         done, total = queue.done, queue.total
-        records = journal.records()
-    winners = {r.cell for r in records if r.status == "ok"}
-    measured = {r.cell for r in records}
+        measurements = journal.measurements()
+    winners = {r.cell for r in measurements if r.status == "ok"}
+    measured = {r.cell for r in measurements}
     return Summary(
         path,
         done,
         total,
         stopped_by,
         replay,
-        records,
+        measurements,
         tuple(cell for cell in queue.cells if cell in measured and cell not in winners),
-        Counter(v for r in records if (v := twin_verdict(twins(r), plan)) is not None),
+        Counter(v for r in measurements if (v := twin_verdict(twins(r), plan)) is not None),
     )
 
 
@@ -299,16 +299,16 @@ def _replay(sweep: Sweep, queue: _Queue, journal: Journal, folder: Path, plan: P
     if not queue.left:
         return
     known = devices.load_envs(folder)
-    by_pair: dict[tuple[Cell, int], list[Record]] = {}
-    for record in recorded(folder, sweep):
-        by_pair.setdefault((record.cell, record.process), []).append(record)
+    by_pair: dict[tuple[Cell, int], list[Measurement]] = {}
+    for measurement in recorded(folder, sweep):
+        by_pair.setdefault((measurement.cell, measurement.process), []).append(measurement)
     envs: set[str] = set()
     missing: list[tuple[Cell, int]] = []
     for cell, process in queue:
         if progress.spent:
             break
-        records = by_pair.get((cell, process), [])
-        wanted = [r for r in records if r.candidate in sweep.candidates]
+        measurements = by_pair.get((cell, process), [])
+        wanted = [r for r in measurements if r.candidate in sweep.candidates]
         if not wanted:
             missing.append((cell, process))
         for digest in {r.env for r in wanted} - envs:
@@ -325,18 +325,18 @@ def _replay(sweep: Sweep, queue: _Queue, journal: Journal, folder: Path, plan: P
             full_clock_mhz=max(clocks, default=None),
             on_round=lambda index, readings: _keep_round(journal, cell, process, index, readings),  # noqa: B023
         )
-        for record in wanted:
-            status, reason = _replayed_outcome(record, contest)
+        for measurement in wanted:
+            status, reason = _replayed_outcome(measurement, contest)
             journal.set_outcome(
                 cell,
                 process,
-                record.candidate,
+                measurement.candidate,
                 status,
                 reason,
-                record.unique_bytes,
-                record.bytes_moved,
-                record.code,
-                record.env,
+                measurement.unique_bytes,
+                measurement.bytes_moved,
+                measurement.code,
+                measurement.env,
                 {},
             )
         journal.finish_cell(cell, process)
@@ -351,12 +351,14 @@ def _replay(sweep: Sweep, queue: _Queue, journal: Journal, folder: Path, plan: P
         progress.note(f"not recorded: {len(missing)} cells and processes, {first} the first of them")
 
 
-def _replayed_outcome(record: Record, contest: Contest) -> tuple[Status, str | None]:
+def _replayed_outcome(measurement: Measurement, contest: Contest) -> tuple[Status, str | None]:
     """Status and reason: what the contest says of a recorded candidate, unless its samples merely came to an end."""
-    if record.status == "ok" and contest.unstable is not None:
+    if measurement.status == "ok" and contest.unstable is not None:
         return "unstable", contest.unstable
-    left = contest.left.get(record.candidate)
-    return record.status, record.reason if left is None or (record.reason and EXHAUSTED in left) else left
+    left = contest.left.get(measurement.candidate)
+    return measurement.status, measurement.reason if left is None or (
+        measurement.reason and EXHAUSTED in left
+    ) else left
 
 
 def _keep_round(
@@ -393,16 +395,16 @@ def _replay_digest(sweep: Sweep, folder: Path) -> str:
     return "sha256:" + digest.hexdigest()
 
 
-def recorded(folder: Path, sweep: Sweep) -> list[Record]:
+def recorded(folder: Path, sweep: Sweep) -> list[Measurement]:
     """Records of the sweep's cells; a cell that stands in several files is taken from the first of them.
 
     Raises ValueError if nothing is recorded there.
     """
-    found: list[Record] = []
+    found: list[Measurement] = []
     left = set(sweep.cells)
     for path in _replayed_paths(sweep, folder):
-        here = [record for record in load([path]) if record.cell in left]
-        left -= {record.cell for record in here}
+        here = [measurement for measurement in load([path]) if measurement.cell in left]
+        left -= {measurement.cell for measurement in here}
         found += here
     return found
 
@@ -433,7 +435,7 @@ def _measure(
         if worker_main is worker.main:
             progress.note("compiling what the cache lacks")
             cases = {
-                Case(c.variant, tuple(sorted(c.spec.items())), cell.problem)
+                Case(c.variant, tuple(sorted(c.options.items())), cell.problem)
                 for cell, _ in queue.left
                 for c in sweep.candidates
             }
@@ -575,10 +577,10 @@ class _Share:
 
     def _report(self) -> None:
         good = [r for r in self.journal.outcomes(self.cell, self.process) if r.status == "ok" and r.samples_us]
-        for record in good:
-            verdict = twin_verdict(twins(record), self.plan)
+        for measurement in good:
+            verdict = twin_verdict(twins(measurement), self.plan)
             if verdict not in (None, "same"):
-                self.progress.note(f"{self.cell.key}: {record.candidate} was found {verdict} than itself")
+                self.progress.note(f"{self.cell.key}: {measurement.candidate} was found {verdict} than itself")
         self.progress.cell(self.cell, self.process, {r.candidate: r.samples_us for r in good})
 
     def _attempt(self, candidates: tuple[Candidate, ...]) -> _Trouble | None:

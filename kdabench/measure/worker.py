@@ -156,9 +156,9 @@ class _Benches:
 
         if candidate.variant in self.extra:
             return "planted-planted"
-        spec = variants.make_spec(candidate.variant, dict(candidate.spec))
+        options = variants.make_spec(candidate.variant, dict(candidate.options))
         try:
-            return identity.code(candidate.variant, compiled, cell.problem, spec, current_gpu())
+            return identity.code(candidate.variant, compiled, cell.problem, options, current_gpu())
         except ValueError:
             return ""
 

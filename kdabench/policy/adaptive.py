@@ -28,7 +28,7 @@ from itertools import pairwise
 import numpy as np
 
 from kda_kernels import variants
-from kdabench.data.measurements import Candidate, Cell, Record
+from kdabench.data.measurements import Candidate, Cell, Measurement
 from kdabench.policy.regret import TIE, Floats, Ints
 from kdabench.policy.thresholds.ladder import PARTS, place_cut
 
@@ -48,8 +48,8 @@ def residents_of(candidate: Candidate) -> int:
     """CTAs that an SM holds at a time: as the spec says; 1 of a persistent variant, whose items an SM takes one after
     the other; 0 if that isn't known.
     """
-    spec = candidate.spec
-    return int(spec.get("ctas") or spec.get("ctas_per_sm") or candidate.variant in variants.streaming())
+    options = candidate.options
+    return int(options.get("ctas") or options.get("ctas_per_sm") or candidate.variant in variants.streaming())
 
 
 def rows_of(cells: Sequence[Cell]) -> list[tuple[Cell, ...]]:
@@ -86,11 +86,11 @@ class _Seen:
     error: Floats
 
     @classmethod
-    def of(cls, records: Sequence[Record], candidates: Sequence[Candidate]) -> _Seen:
+    def of(cls, measurements: Sequence[Measurement], candidates: Sequence[Candidate]) -> _Seen:
         samples: dict[Candidate, list[float]] = {}
-        for record in records:
-            samples.setdefault(record.candidate, []).extend(record.samples_us)
-        failed = {record.candidate for record in records if record.status != "ok"}
+        for measurement in measurements:
+            samples.setdefault(measurement.candidate, []).extend(measurement.samples_us)
+        failed = {measurement.candidate for measurement in measurements if measurement.status != "ok"}
         log_us, error = np.full((2, len(candidates)), np.nan)
         for at, candidate in enumerate(candidates):
             logs = np.log(samples.get(candidate, []))
@@ -265,13 +265,13 @@ class Course:
     ) -> None:
         self._cells, self._candidates, self._processes = tuple(cells), tuple(candidates), processes
         self._target, self._most = target, len(cells) if most is None else most
-        splits = np.array([int(c.spec.get("split", 1)) for c in candidates])
+        splits = np.array([int(c.options.get("split", 1)) for c in candidates])
         residents = np.array([residents_of(c) for c in candidates])
         self._rows = [_Row(row, splits, residents, target) for row in rows_of(cells)]
         self._place = {cell: (n, at) for n, row in enumerate(self._rows) for at, cell in enumerate(row.cells)}
         first = {row.cells[at] for row in self._rows for at in row.first}
         self._wanted = first | set(begun)
-        self._told: dict[Cell, dict[int, list[Record]]] = {cell: {} for cell in cells}
+        self._told: dict[Cell, dict[int, list[Measurement]]] = {cell: {} for cell in cells}
         self._widest: dict[int, _Bracket | None] = {}
         self._doubts: dict[tuple[Cell, int], float] = {}
         self._sms: int | None = None
@@ -288,7 +288,7 @@ class Course:
     def _chosen(self) -> int:
         return sum(map(bool, self._told.values()))
 
-    def tell(self, cell: Cell, process: int, outcomes: Sequence[Record], sms: int | None) -> None:
+    def tell(self, cell: Cell, process: int, outcomes: Sequence[Measurement], sms: int | None) -> None:
         """What one process found in a cell, on a device with so many SMs (None: unknown).
 
         No outcomes at all: a replay that lacks the cell.
@@ -338,6 +338,6 @@ class Course:
     def _doubt(self, cell: Cell, process: int) -> float:
         """Of a cell's decision after the processes before."""
         if (cell, process) not in self._doubts:
-            told = [r for earlier, records in self._told[cell].items() if earlier < process for r in records]
+            told = [r for earlier, measurements in self._told[cell].items() if earlier < process for r in measurements]
             self._doubts[cell, process] = _Seen.of(told, self._candidates).doubt
         return self._doubts[cell, process]

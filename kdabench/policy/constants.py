@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, fields
 from types import ModuleType
 from typing import Any
 
-from kdabench.data.measurements import SpecValue
+from kdabench.data.measurements import OptionValue
 
-Options = Mapping[str, SpecValue]
+Options = Mapping[str, OptionValue]
 """Compile-time and launch choices of a variant, `pdl` always among them."""
 ScheduleTable = Mapping[int, Mapping[int, Options]]
 """heads -> requests -> schedule: options of the variant that has such tables."""
@@ -128,9 +128,9 @@ RULES = (
 """The thresholds, in the order of the decision list."""
 
 
-def with_pdl(spec: Options) -> dict[str, SpecValue]:
+def with_pdl(options: Options) -> dict[str, OptionValue]:
     """A candidate's spec as options: `pdl` is always said."""
-    return dict(sorted({"pdl": False, **spec}.items()))
+    return dict(sorted({"pdl": False, **options}.items()))
 
 
 def policy_of(module: ModuleType, origin: Origin) -> Policy:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from kda_kernels import variants
 from kdabench.data import devices, measurements
-from kdabench.data.measurements import SpecValue
+from kdabench.data.measurements import OptionValue
 from kdabench.data.measurements import write_atomic as write_atomic  # what is emitted is written with it
 from kdabench.policy.constants import RULES, Options, Policy, ScheduleTable
 
@@ -141,7 +141,9 @@ def _previous(folder: Path, digest: str) -> str | None:
         try:
             load(text).ranked  # noqa: B018
         except Exception as error:
-            raise measurements.RecordError(f"{path}: not a policy module: {type(error).__name__}: {error}") from None
+            raise measurements.MeasurementError(
+                f"{path}: not a policy module: {type(error).__name__}: {error}"
+            ) from None
         return text
     return None
 
@@ -154,7 +156,7 @@ def _weights(folder: Path) -> dict[int, float] | None:
     if not isinstance(found, dict) or not all(
         key.isdecimal() and type(value) in (int, float) for key, value in found.items()
     ):
-        raise measurements.RecordError(f"{path}: an object of request counts and weights is expected")
+        raise measurements.MeasurementError(f"{path}: an object of request counts and weights is expected")
     return {int(key): float(value) for key, value in found.items()}
 
 
@@ -165,7 +167,7 @@ def held(folder: Path) -> dict[str, str]:
         return {}
     found = measurements.parse_json(path.read_text(encoding="utf-8"), str(path))
     if not isinstance(found, dict) or not all(isinstance(why, str) and why for why in found.values()):
-        raise measurements.RecordError(f"{path}: an object of variants and reasons is expected")
+        raise measurements.MeasurementError(f"{path}: an object of variants and reasons is expected")
     return found
 
 
@@ -420,7 +422,7 @@ def _names(schedules: list[Options]) -> list[str]:
     return [f"SCHEDULE_{i}" for i in range(len(schedules))]
 
 
-def _word(key: str, value: SpecValue) -> str:
+def _word(key: str, value: OptionValue) -> str:
     if isinstance(value, bool):
         return key.upper() if value else f"NO_{key.upper()}"
     return f"{key.upper()}{value}" if isinstance(value, int) else value.upper()

@@ -21,7 +21,7 @@ import numpy as np
 from kda_kernels import variants
 from kda_kernels.problem import Problem
 from kdabench.data import devices, provenance
-from kdabench.data.measurements import Cell, Record, canonical, dumps
+from kdabench.data.measurements import Cell, Measurement, canonical, dumps
 from kdabench.policy import certificate, emit, replay_or_flush
 from kdabench.policy.constants import (
     FITTED_KINDS,
@@ -63,14 +63,14 @@ _AT_ONCE = 20  # resamples whose thresholds are solved together: more take memor
 
 
 def fit(
-    records: Sequence[Record],
+    measurements: Sequence[Measurement],
     envs: Mapping[str, Mapping[str, Any]],
     *,
     weights: Mapping[int, float] | None = None,
     default_schedule: Options | None = None,
     held: Mapping[str, str] | None = None,
     in_force: ModuleType | None = None,
-    held_out: Sequence[Record] = (),
+    held_out: Sequence[Measurement] = (),
     resamples: int = 100,
     seed: int = 0,
 ) -> tuple[Policy, Evidence]:
@@ -88,12 +88,12 @@ def fit(
     """
     held = held or {}
     check_comparable(
-        [r for r in (*records, *held_out) if r.cell.kind in FITTED_KINDS and r.candidate.variant not in held]
+        [r for r in (*measurements, *held_out) if r.cell.kind in FITTED_KINDS and r.candidate.variant not in held]
     )
-    grid = step_grid(records, weights=weights, held=held)
+    grid = step_grid(measurements, weights=weights, held=held)
     if not grid.cells:
         raise FitError(f"no records of kind {', '.join(FITTED_KINDS)} with inputs model: nothing to fit")
-    origin = _origin(records, held_out, envs)
+    origin = _origin(measurements, held_out, envs)
     parts = _solve(grid, origin.sms)
     policy = _policy(grid, parts, origin)
     module = emit.load(emit.emit(policy))
@@ -106,14 +106,14 @@ def fit(
     policy = replace(policy, policies=_keys(grid, module), measured=_margins(grid, picked))
     module = emit.load(emit.emit(policy))
     evidence = _evidence(grid, policy, module, picked, _ways(grid, parts, policy), default_schedule)
-    generic = make_grid(r for r in records if r.cell.inputs == "generic" and r.candidate.variant not in held)
+    generic = make_grid(r for r in measurements if r.cell.inputs == "generic" and r.candidate.variant not in held)
     intervals, unsettled = _intervals(grid, parts, origin.sms, resamples, seed)
-    names = {r.candidate.variant for r in records}
-    flushes = [r for r in records if r.cell.kind == "flush"]
+    names = {r.candidate.variant for r in measurements}
+    flushes = [r for r in measurements if r.cell.kind == "flush"]
     others = step_grid([*held_out, *flushes], held=held)
     return policy, replace(
         evidence,
-        statuses=count_statuses(records),
+        statuses=count_statuses(measurements),
         intervals=intervals.pop("stock_items"),
         other_intervals=intervals,
         unsettled=unsettled,
@@ -125,18 +125,21 @@ def fit(
 
 
 def step_grid(
-    records: Sequence[Record], *, weights: Mapping[int, float] | None = None, held: Mapping[str, str] | None = None
+    measurements: Sequence[Measurement],
+    *,
+    weights: Mapping[int, float] | None = None,
+    held: Mapping[str, str] | None = None,
 ) -> Grid:
     """What is fitted of some records: inputs model, of replays those with mixed pending tokens, nothing held back."""
     steps = (
         r
-        for r in records
+        for r in measurements
         if r.cell.kind in FITTED_KINDS
         and r.cell.inputs == "model"
         and (r.cell.kind != "replay" or r.cell.pending == replay_or_flush.PENDING)
         and r.candidate.variant not in (held or {})
     )
-    return replay_or_flush.with_flush(make_grid(steps, weights), records)
+    return replay_or_flush.with_flush(make_grid(steps, weights), measurements)
 
 
 @dataclass(frozen=True)
@@ -184,13 +187,15 @@ def _kept(grid: Grid, in_force: ModuleType, picked: Ints, resamples: int, seed: 
     return None if certificate.wins(grid, old, picked, found) else found
 
 
-def digest_of(records: Sequence[Record]) -> str:
+def digest_of(measurements: Sequence[Measurement]) -> str:
     """Of their exported form."""
-    return "sha256:" + hashlib.sha256(dumps(records).encode()).hexdigest()
+    return "sha256:" + hashlib.sha256(dumps(measurements).encode()).hexdigest()
 
 
-def _origin(records: Sequence[Record], held_out: Sequence[Record], envs: Mapping[str, Mapping[str, Any]]) -> Origin:
-    every = [*records, *held_out]
+def _origin(
+    measurements: Sequence[Measurement], held_out: Sequence[Measurement], envs: Mapping[str, Mapping[str, Any]]
+) -> Origin:
+    every = [*measurements, *held_out]
     used = [envs[env] for env in sorted({r.env for r in every}) if env in envs]
     if not used:
         raise FitError("env: the records' environments are unknown: env.json is missing or of other records")
@@ -207,9 +212,9 @@ def _origin(records: Sequence[Record], held_out: Sequence[Record], envs: Mapping
         slug=devices.slug(env["gpu"]),
         sms=env["sms"],
         capability=(int(major), int(minor)),
-        digest=digest_of(records),
-        ok=sum(r.status == "ok" for r in records),
-        total=len(records),
+        digest=digest_of(measurements),
+        ok=sum(r.status == "ok" for r in measurements),
+        total=len(measurements),
         versions={name: text for name, text in versions.items() if text},
     )
 
@@ -217,7 +222,7 @@ def _origin(records: Sequence[Record], held_out: Sequence[Record], envs: Mapping
 def _policy(grid: Grid, parts: _Parts, origin: Origin) -> Policy:
     """All but what takes the emitted module."""
     cuts = {rule: {kind: parts.solved[kind].cuts[rule] for kind in STEP_KINDS} for rule in LADDER}
-    record = parts.solved["record"].cuts
+    measurement = parts.solved["record"].cuts
     steps = sorted({(kind, tokens) for kind, tokens, _, _ in parts.own if kind in WINDOW_KINDS})
     fallback = variants.of_rule("stock_items")
     last = None if fallback is None else parts.singles.get(fallback)
@@ -235,13 +240,13 @@ def _policy(grid: Grid, parts: _Parts, origin: Origin) -> Policy:
         fused_split=parts.fused.split,
         fused_ws_items=parts.fused.ws_items,
         ws_items=cuts["ws_items"],
-        ws_small=record.get("ws_small"),
-        ws_small_end=record.get("ws_small_end"),
+        ws_small=measurement.get("ws_small"),
+        ws_small_end=measurement.get("ws_small_end"),
         stream_items=cuts["stream_items"],
-        stream_heads=record.get("stream_heads"),
+        stream_heads=measurement.get("stream_heads"),
         wide_items=cuts["wide_items"],
         stock_items=cuts["stock_items"],
-        options={fallback or "": with_pdl({} if last is None else grid.candidates[last[0]].spec)},
+        options={fallback or "": with_pdl({} if last is None else grid.candidates[last[0]].options)},
         step_options=_step_options(grid, parts),
         policies={},
     )
@@ -249,7 +254,7 @@ def _policy(grid: Grid, parts: _Parts, origin: Origin) -> Policy:
 
 def _taker(grid: Grid, index: int) -> tuple[str, Options]:
     candidate = grid.candidates[index]
-    return candidate.variant, with_pdl(candidate.spec)
+    return candidate.variant, with_pdl(candidate.options)
 
 
 def _step_options(grid: Grid, parts: _Parts) -> dict[str, dict[tuple[str, int], Options]]:
@@ -268,8 +273,8 @@ def _step_options(grid: Grid, parts: _Parts) -> dict[str, dict[tuple[str, int], 
             else:
                 taken = any(parts.solved[cell.kind].cuts[rule] is not None for rule in rules.get(variant, ()))
             if taken:
-                spec = parts.fused.options if variant == fused else grid.candidates[index].spec
-                found.setdefault(variant, {})[cell.kind, cell.tokens] = with_pdl(spec)
+                options = parts.fused.options if variant == fused else grid.candidates[index].options
+                found.setdefault(variant, {})[cell.kind, cell.tokens] = with_pdl(options)
     return found
 
 
@@ -340,9 +345,9 @@ def _thresholds(grid: Grid, parts: _Parts) -> dict[tuple[str, str], int | None]:
     for rule in LADDER:
         if measured[rule] or rule == "stock_items":
             found |= {(rule, kind): parts.solved[kind].cuts[rule] for kind in STEP_KINDS}
-    record = parts.solved["record"].cuts
+    measurement = parts.solved["record"].cuts
     for rule in (rule for first, rules in BESIDE.items() if measured[first] for rule in rules):
-        found[rule, "record"] = record.get(rule)
+        found[rule, "record"] = measurement.get(rule)
     if "replay" in grid.cells.kinds:
         fused = parts.fused
         found |= {("fused_items", str(heads)): items for heads, items in fused.items.items()}
@@ -467,6 +472,6 @@ def _cells(grid: Grid, mask: Mask) -> tuple[Cell, ...]:
 def _matching(grid: Grid, options: Options) -> int | None:
     """The candidate that has schedules and whose every field agrees with the options."""
     for i in grid.of_rule("schedule"):
-        if all(options.get(key) == value for key, value in grid.candidates[i].spec.items()):
+        if all(options.get(key) == value for key, value in grid.candidates[i].options.items()):
             return i
     return None

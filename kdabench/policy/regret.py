@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kda_kernels import variants
-from kdabench.data.measurements import Candidate, Cell, Record, canonical, cell_order
+from kdabench.data.measurements import Candidate, Cell, Measurement, canonical, cell_order
 from kdabench.policy.constants import FITTED_KINDS, with_pdl
 
 Floats = NDArray[np.float64]
@@ -99,7 +99,7 @@ class Grid:
     @cached_property
     def by_options(self) -> dict[tuple[str, str], int]:
         """Index of a candidate by its variant and what `choose` calls its options."""
-        return {(c.variant, canonical(with_pdl(c.spec))): i for i, c in enumerate(self.candidates)}
+        return {(c.variant, canonical(with_pdl(c.options))): i for i, c in enumerate(self.candidates)}
 
     def draws(self, resamples: int, seed: int) -> Ints:
         """[resamples, cells, processes] processes drawn anew in each cell, with repetition."""
@@ -143,25 +143,25 @@ def median(samples: Sequence[float]) -> float:
     return ranked[half] if len(samples) % 2 else (ranked[half - 1] + ranked[half]) / 2
 
 
-def check_comparable(records: Sequence[Record]) -> None:
+def check_comparable(measurements: Sequence[Measurement]) -> None:
     """Raises FitError unless all were timed in context `layer` and differ only in what a policy asks for."""
-    contexts = {r.cell.context for r in records}
+    contexts = {r.cell.context for r in measurements}
     if contexts - {"layer"}:
         raise FitError(f"context: {', '.join(sorted(contexts))}: a policy is fitted on context layer alone")
     for axis in ("l2", "state_dtype", "conv_layout"):
-        found = sorted({str(getattr(r.cell, axis)) for r in records})
+        found = sorted({str(getattr(r.cell, axis)) for r in measurements})
         if len(found) > 1:
             raise FitError(f"{axis}: {', '.join(found)}: one policy is fitted on one of them")
 
 
-def make_grid(records: Iterable[Record], weights: Mapping[int, float] | None = None) -> Grid:
+def make_grid(measurements: Iterable[Measurement], weights: Mapping[int, float] | None = None) -> Grid:
     """The grid of some records. A candidate that failed in any process of a cell has no time in it.
 
     weights  how often each request count occurs; each goes to the nearest measured count. None weighs all cells alike.
     """
-    rows = [r for r in records if r.cell.kind in FITTED_KINDS]
+    rows = [r for r in measurements if r.cell.kind in FITTED_KINDS]
     cells = sorted({r.cell for r in rows}, key=cell_order)
-    candidates = sorted({r.candidate for r in rows}, key=lambda c: (c.variant, c.spec_json))
+    candidates = sorted({r.candidate for r in rows}, key=lambda c: (c.variant, c.options_json))
     processes = sorted({r.process for r in rows})
     cell_at, candidate_at, process_at = ({k: i for i, k in enumerate(keys)} for keys in (cells, candidates, processes))
     process_us = np.full((len(cells), len(candidates), max(1, len(processes))), np.nan)
@@ -343,8 +343,8 @@ class Evidence:
         return asdict(self)
 
 
-def count_statuses(records: Iterable[Record]) -> dict[str, int]:
-    return dict(sorted(Counter(r.status for r in records).items()))
+def count_statuses(measurements: Iterable[Measurement]) -> dict[str, int]:
+    return dict(sorted(Counter(r.status for r in measurements).items()))
 
 
 def slower_than(grid: Grid, picked: Ints, candidate: int) -> tuple[tuple[Cell, float], ...]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kdabench.data.measurements import Candidate, Record, SpecValue, canonical
+from kdabench.data.measurements import Candidate, Measurement, OptionValue, canonical
 from kdabench.policy.constants import Options
 from kdabench.policy.regret import FLUSH, Floats, Grid, Ints, Mask, log_regret, median
 from kdabench.policy.thresholds.ladder import NO_TIME, SAME, best_of, cheapest_path, place_cut
@@ -24,11 +24,11 @@ PENDING = "mix"
 _CHANGE = 0.01  # cost of another split, in log units
 
 
-def with_flush(grid: Grid, records: Iterable[Record]) -> Grid:
+def with_flush(grid: Grid, measurements: Iterable[Measurement]) -> Grid:
     """The grid with one more candidate, FLUSH: in replay cells a flush and the fastest record, elsewhere no time."""
     if not any(cell.kind == "replay" for cell in grid.cells):
         return grid
-    flushes = _FlushTimes.of(records, grid)
+    flushes = _FlushTimes.of(measurements, grid)
     rows: dict[tuple[int, int], list[int]] = {}
     for i in sorted(np.flatnonzero(~np.isnan(grid.best)).tolist(), key=lambda i: grid.cells[i].items):
         if grid.cells[i].kind == "record":
@@ -58,11 +58,11 @@ class _FlushTimes:
     shares: Mapping[int, Mapping[int, float]]
 
     @classmethod
-    def of(cls, records: Iterable[Record], grid: Grid) -> _FlushTimes:
+    def of(cls, measurements: Iterable[Measurement], grid: Grid) -> _FlushTimes:
         dtypes = {cell.state_dtype for cell in grid.cells if cell.kind == "replay"}
         rows = [
             r
-            for r in records
+            for r in measurements
             if (r.cell.kind, r.cell.pending, r.cell.inputs) == ("flush", PENDING, "model")
             and r.cell.state_dtype in dtypes
         ]
@@ -170,13 +170,13 @@ def _forms(grid: Grid, of_kind: Mask, sms: int) -> _Forms:
     return min(found, key=lambda form: form.cost)
 
 
-def _but_split(grid: Grid, index: int) -> dict[str, SpecValue]:
-    return {name: value for name, value in grid.candidates[index].spec.items() if name != "split"}
+def _but_split(grid: Grid, index: int) -> dict[str, OptionValue]:
+    return {name: value for name, value in grid.candidates[index].options.items() if name != "split"}
 
 
 def _form(grid: Grid, family: Sequence[int], of_kind: Mask, sms: int) -> _Forms:
     """The best form with some candidates for few items, which differ in their split alone."""
-    splits = [int(grid.candidates[i].spec.get("split", 1)) for i in family]
+    splits = [int(grid.candidates[i].options.get("split", 1)) for i in family]
     streaming = grid.of_rule("fused_ws_items")
     ways = [*family, *([best_of(grid, streaming, of_kind)] if streaming else [])]
     options = _but_split(grid, family[0]) if family else {}

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import NormalDist, fmean, median, variance
 from typing import Any, Literal
 
-from kdabench.data.measurements import Candidate, Cell, Record, canonical, cell_order
+from kdabench.data.measurements import Candidate, Cell, Measurement, canonical, cell_order
 from kdabench.data.provenance import FIELDS
 from kdabench.policy.constants import FITTED_KINDS, with_pdl
 
@@ -45,7 +45,7 @@ class Side:
     """What is compared. ranked: of its policy module, or None. replay: not a measurement of its own."""
 
     name: str
-    records: Sequence[Record]
+    measurements: Sequence[Measurement]
     envs: Mapping[str, Mapping[str, Any]]
     replay: bool = False
     ranked: Ranked | None = None
@@ -136,7 +136,7 @@ class Comparison:
         rows = [
             {
                 **asdict(row),
-                **{side: None if c is None else {"variant": c.variant, "spec": c.spec}
+                **{side: None if c is None else {"variant": c.variant, "spec": c.options}
                    for side, c in (("a", row.a), ("b", row.b))},
             }
             for row in self.rows
@@ -223,31 +223,31 @@ class _Times:
 
     def __init__(self, side: Side) -> None:
         self.ranked = side.ranked
-        self.records: dict[Key, list[Record]] = defaultdict(list)
+        self.measurements: dict[Key, list[Measurement]] = defaultdict(list)
         self.candidates: dict[Cell, list[Candidate]] = defaultdict(list)
-        for record in side.records:
-            found = self.records[record.cell, record.candidate]
+        for measurement in side.measurements:
+            found = self.measurements[measurement.cell, measurement.candidate]
             if not found:
-                self.candidates[record.cell].append(record.candidate)
-            found.append(record)
-        timed = {key: ok for key, found in self.records.items() if (ok := _with_time(found))}
+                self.candidates[measurement.cell].append(measurement.candidate)
+            found.append(measurement)
+        timed = {key: ok for key, found in self.measurements.items() if (ok := _with_time(found))}
         channels = {key: _Channel.of(r.samples_us for r in ok) for key, ok in timed.items()}
         cycles = {key: _Channel.of(map(_cycles, ok)) for key, ok in timed.items() if all(map(_clocked, ok))}
         self.estimates = {"us": _estimates(channels), "cycles": _estimates(cycles)}
 
     def trouble(self, cell: Cell, candidate: Candidate) -> str:
         """Why there is no time."""
-        found = self.records.get((cell, candidate))
+        found = self.measurements.get((cell, candidate))
         if found is None:
             return "not measured"
-        record = next((r for r in found if r.status != "ok"), found[0])
-        return f"{record.status}: {record.reason}"
+        measurement = next((r for r in found if r.status != "ok"), found[0])
+        return f"{measurement.status}: {measurement.reason}"
 
     def estimate(self, channel: str, cell: Cell, candidate: Candidate | None) -> _Estimate | None:
         return None if candidate is None else self.estimates[channel].get((cell, candidate))
 
     def failed(self, cell: Cell, candidate: Candidate | None) -> bool:
-        found = () if candidate is None else self.records.get((cell, candidate), ())
+        found = () if candidate is None else self.measurements.get((cell, candidate), ())
         return any(r.status not in ("ok", "unstable") for r in found)
 
     def best(self, cell: Cell) -> Candidate | None:
@@ -258,7 +258,7 @@ class _Times:
     def pick(self, cell: Cell) -> Candidate | None:
         """Of the policy: the first of its choices that was measured. A flush is no candidate."""
         assert self.ranked is not None
-        by_options = {(c.variant, canonical(with_pdl(c.spec))): c for c in self.candidates.get(cell, ())}
+        by_options = {(c.variant, canonical(with_pdl(c.options))): c for c in self.candidates.get(cell, ())}
         for choice in self.ranked(cell.heads, cell.requests, cell.tokens, cell.kind):
             found = by_options.get((choice.variant, canonical(dict(choice.options))))
             if choice.flush or found is not None:
@@ -266,19 +266,19 @@ class _Times:
         return None
 
 
-def _with_time(found: Sequence[Record]) -> list[Record]:
+def _with_time(found: Sequence[Measurement]) -> list[Measurement]:
     """Those of status ok; none if the candidate failed in any process, as in a fit."""
     if any(r.status not in ("ok", "unstable") for r in found):
         return []
     return [r for r in found if r.status == "ok"]
 
 
-def _clocked(record: Record) -> bool:
-    return all(record.sm_clock_mhz)
+def _clocked(measurement: Measurement) -> bool:
+    return all(measurement.sm_clock_mhz)
 
 
-def _cycles(record: Record) -> list[float]:
-    pairs = zip(record.samples_us, record.sm_clock_mhz, strict=True)
+def _cycles(measurement: Measurement) -> list[float]:
+    pairs = zip(measurement.samples_us, measurement.sm_clock_mhz, strict=True)
     return [us * (mhz or math.nan) for us, mhz in pairs]
 
 
@@ -342,7 +342,7 @@ _Pair = tuple["_Times", "_Times"]
 def _differing(a: Side, b: Side) -> list[str]:
     """What stands in the environments and differs: `field: value in A, value in B`. A serial number doesn't count."""
     found = []
-    envs = [[side.envs[digest] for digest in sorted({r.env for r in side.records})] for side in (a, b)]
+    envs = [[side.envs[digest] for digest in sorted({r.env for r in side.measurements})] for side in (a, b)]
     for field in sorted({name for side in envs for env in side for name in env}):
         if FIELDS.get(field, "soft") == "free":
             continue
@@ -354,7 +354,7 @@ def _differing(a: Side, b: Side) -> list[str]:
 
 def _unchanged(a: _Times, b: _Times) -> set[Key]:
     def codes(times: _Times, key: Key) -> set[str]:
-        return {record.code for record in times.records[key]}
+        return {measurement.code for measurement in times.measurements[key]}
 
     return {
         key for key in a.estimates["us"].keys() & b.estimates["us"].keys() if codes(a, key) == codes(b, key) != {""}
@@ -421,7 +421,7 @@ def _candidates(sides: _Pair, mode: Mode, cell: Cell) -> list[tuple[Candidate | 
         return [(a.pick(cell), b.pick(cell))]
     if cell not in a.candidates or cell not in b.candidates:
         return [(None, None)]
-    both = sorted({*a.candidates[cell], *b.candidates[cell]}, key=lambda c: (c.variant, c.spec_json))
+    both = sorted({*a.candidates[cell], *b.candidates[cell]}, key=lambda c: (c.variant, c.options_json))
     return [(c, c) for c in both if any((cell, c) in side.estimates["us"] for side in sides)]
 
 

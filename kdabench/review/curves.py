@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any
 
 from kda_kernels.problem import Kind, Pending, StateDtype
-from kdabench.data.measurements import Candidate, Cell, Context, Record
+from kdabench.data.measurements import Candidate, Cell, Context, Measurement
 
 _QUESTION = ("kind", "tokens", "layers", "state_dtype", "pending", "conv_layout", "context", "l2", "inputs")
 _ORDINARY = {"state_dtype": "fp32", "conv_layout": "dim-first", "context": "layer", "l2": "cold", "inputs": "model"}
@@ -89,26 +89,26 @@ Ranked = Callable[[int, int, int, str], Sequence[Any]]
 """`ranked` of a policy module: (heads, requests, tokens, kind) -> its choices in order."""
 
 
-def by_question(records: Iterable[Record]) -> dict[Question, list[Record]]:
+def by_question(measurements: Iterable[Measurement]) -> dict[Question, list[Measurement]]:
     """Records by figure, in the order of their file names."""
-    by_cell: dict[Cell, list[Record]] = defaultdict(list)
-    for record in records:
-        by_cell[record.cell].append(record)
-    found: dict[Question, list[Record]] = defaultdict(list)
+    by_cell: dict[Cell, list[Measurement]] = defaultdict(list)
+    for measurement in measurements:
+        by_cell[measurement.cell].append(measurement)
+    found: dict[Question, list[Measurement]] = defaultdict(list)
     for cell, of_cell in by_cell.items():
         found[Question.of(cell)] += of_cell
     return dict(sorted(found.items(), key=lambda pair: pair[0].stem))
 
 
-def timings(records: Iterable[Record]) -> dict[int, Timings]:
+def timings(measurements: Iterable[Measurement]) -> dict[int, Timings]:
     """Heads -> requests -> candidate -> timing. A candidate that failed in any process of a cell has none there."""
     by_process: dict[tuple[int, int, Candidate], list[tuple[float, ...]]] = defaultdict(list)
     failed = set()
-    for record in records:
-        key = (record.cell.heads, record.cell.requests, record.candidate)
-        if record.status == "ok":
-            by_process[key].append(record.samples_us)
-        elif record.status != "unstable":
+    for measurement in measurements:
+        key = (measurement.cell.heads, measurement.cell.requests, measurement.candidate)
+        if measurement.status == "ok":
+            by_process[key].append(measurement.samples_us)
+        elif measurement.status != "unstable":
             failed.add(key)
     found: dict[int, Timings] = {}
     for key, processes in sorted(by_process.items(), key=lambda p: (p[0][:2], str(p[0][2]))):
@@ -138,7 +138,7 @@ def policy_runs(ranked: Ranked, heads: int, tokens: int, kind: str, first: int, 
 def fastest_runs(cells: Timings) -> list[Pick]:
     """Runs of measured request counts with the same fastest variant and split."""
     best = ((requests, min(cell, key=lambda c: (cell[c].median, str(c)))) for requests, cell in cells.items())
-    return _joined(Pick(n, n, c.variant, c.spec.get("split")) for n, c in best)  # type: ignore[arg-type]
+    return _joined(Pick(n, n, c.variant, c.options.get("split")) for n, c in best)  # type: ignore[arg-type]
 
 
 def _joined(picks: Iterable[Pick]) -> list[Pick]:
@@ -149,11 +149,11 @@ def _joined(picks: Iterable[Pick]) -> list[Pick]:
     return runs
 
 
-def policy_regrets(records: Iterable[Record], ranked: Ranked) -> dict[tuple[int, int], float]:
+def policy_regrets(measurements: Iterable[Measurement], ranked: Ranked) -> dict[tuple[int, int], float]:
     """(heads, requests) -> time of what a policy picks over the best time, minus 1; only where both have one."""
     from kdabench.policy import regret
 
-    grid = regret.make_grid(records)
+    grid = regret.make_grid(measurements)
     found = regret.log_regret(grid, regret.picks(grid, ranked))
     pairs = zip(grid.cells, found, strict=True)
     return {(cell.heads, cell.requests): math.expm1(value) for cell, value in pairs if not math.isnan(value)}
@@ -165,7 +165,7 @@ def by_split(heads: int, cells: Timings) -> dict[str, dict[Any, list[tuple[int, 
     for requests, cell in cells.items():
         fastest: dict[tuple[str, Any], Timing] = {}
         for candidate, timing in cell.items():
-            for split in ("best", candidate.spec.get("split")):
+            for split in ("best", candidate.options.get("split")):
                 key = (candidate.variant, split)
                 fastest[key] = min(timing, fastest.get(key, timing), key=lambda t: t.median)
         for (variant, split), timing in fastest.items():

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from kda_kernels import variants
-from kdabench.data.measurements import Record
+from kdabench.data.measurements import Measurement
 from kdabench.policy.constants import FITTED_KINDS
 from kdabench.review.curves import (
     Pick,
@@ -96,7 +96,7 @@ _NO_RESULT = ("compile_error", "wrong", "fault", "timeout", "oom", "capture_fail
 
 
 def write_plots(
-    records: Sequence[Record],
+    measurements: Sequence[Measurement],
     folder: Path,
     *,
     device: str,
@@ -115,8 +115,8 @@ def write_plots(
     """
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    with _collecting_no_records():
-        for question, group in by_question(records).items():
+    with _collecting_nothing():
+        for question, group in by_question(measurements).items():
             ranked: Ranked | None = None
             if policy is not None and question.kind in FITTED_KINDS and question.context == "layer":
                 ranked = policy.ranked
@@ -130,7 +130,7 @@ def write_plots(
 
 
 @contextmanager
-def _collecting_no_records() -> Iterator[None]:
+def _collecting_nothing() -> Iterator[None]:
     """What is there now isn't garbage: with many records the collector would walk them again for each few artists."""
     gc.freeze()
     try:
@@ -141,7 +141,7 @@ def _collecting_no_records() -> Iterator[None]:
 
 def draw(
     question: Question,
-    records: Sequence[Record],
+    measurements: Sequence[Measurement],
     *,
     device: str,
     sms: int | None,
@@ -152,10 +152,10 @@ def draw(
     """The figure of one question."""
     from matplotlib.figure import Figure
 
-    measured = timings(records)
-    of_heads: dict[int, list[Record]] = {}
-    for record in records:
-        of_heads.setdefault(record.cell.heads, []).append(record)
+    measured = timings(measurements)
+    of_heads: dict[int, list[Measurement]] = {}
+    for measurement in measurements:
+        of_heads.setdefault(measurement.cell.heads, []).append(measurement)
     heads_list = sorted(of_heads)
     rows = math.ceil(len(heads_list) / _COLUMNS)
     columns = math.ceil(len(heads_list) / rows)
@@ -163,12 +163,12 @@ def draw(
     block = sum(_HEIGHTS) + sum(_SPACES)
     width = _MARGINS["left"] + columns * (panel + _COLUMN_GAP) - _COLUMN_GAP + _MARGINS["right"]
     width = max(width, 5.4)
-    handles = _legend_handles(records, sms, ranked is not None)
+    handles = _legend_handles(measurements, sms, ranked is not None)
     legend_columns = max(3, min(len(handles), int(width / 1.45)))
     bottom = _MARGINS["bottom"] + _LEGEND_ROW * math.ceil(len(handles) / legend_columns)
     height = _MARGINS["top"] + rows * (block + _ROW_GAP) - _ROW_GAP + bottom
-    limits = _latency_limits(measured, records)
-    regrets = policy_regrets(records, ranked) if ranked is not None else {}
+    limits = _latency_limits(measured, measurements)
+    regrets = policy_regrets(measurements, ranked) if ranked is not None else {}
     highest = max([0.1, *regrets.values()]) * 100
     with _style():
         figure = Figure(figsize=(width, height))
@@ -188,7 +188,7 @@ def draw(
         left = _MARGINS["left"] / width
         figure.text(left, 1 - 0.15 / height, title, fontsize=11, fontweight="bold", va="top")
         below = f"{device}, {question.circumstances}"
-        if ranked is not None and (kept := sorted({r.candidate.variant for r in records}.intersection(held))):
+        if ranked is not None and (kept := sorted({r.candidate.variant for r in measurements}.intersection(held))):
             below += f"; held back from the policy: {', '.join(kept)}"
         figure.text(left, 1 - 0.39 / height, below, fontsize=8, va="top", color="#404040")
         figure.legend(
@@ -214,9 +214,9 @@ def _style() -> Any:
     return matplotlib.rc_context(_RC)
 
 
-def _latency_limits(measured: Mapping[int, Timings], records: Sequence[Record]) -> tuple[float, float]:
+def _latency_limits(measured: Mapping[int, Timings], measurements: Sequence[Measurement]) -> tuple[float, float]:
     """Shared by all columns: from the lowest floor to the slowest variant's best. Slower splits may leave the top."""
-    shown = [cell.problem.floor_us() for cell in {r.cell for r in records}]
+    shown = [cell.problem.floor_us() for cell in {r.cell for r in measurements}]
     for cells in measured.values():
         for splits in by_split(1, cells).values():
             shown += [timing.median for _, timing in splits["best"]]
@@ -229,7 +229,7 @@ class _Column:
 
     question: Question
     heads: int
-    records: Sequence[Record]
+    measurements: Sequence[Measurement]
     cells: Timings
     ranked: Ranked | None
     regrets: Mapping[tuple[int, int], float]
@@ -240,13 +240,13 @@ class _Column:
 
     def draw(self, limits: tuple[float, float], points: float, *, first: bool) -> None:
         """limits: of the latency axis; points: width of the column; first: the leftmost one, with the labels."""
-        items = [r.cell.items for r in self.records]
+        items = [r.cell.items for r in self.measurements]
         for axes in (self.latency, self.ribbon, self.distance):
             axes.set_xlim(min(items) / 1.3, max(items) * 1.3)
         self.latency.set(yscale="log", ylim=limits)
         self.latency.set_title(count(self.heads, "head"), fontsize=9, fontweight="bold", pad=13)
         if self.ranked is not None:
-            requests = [r.cell.requests for r in self.records]
+            requests = [r.cell.requests for r in self.measurements]
             question = self.question
             runs = policy_runs(self.ranked, self.heads, question.tokens, question.kind, min(requests), max(requests))
             self._draw_changes(runs)
@@ -276,7 +276,7 @@ class _Column:
             )  # fmt: skip
 
     def _draw_floor(self) -> None:
-        floors = sorted((cell.items, cell.problem.floor_us()) for cell in {r.cell for r in self.records})
+        floors = sorted((cell.items, cell.problem.floor_us()) for cell in {r.cell for r in self.measurements})
         items, times = zip(*floors, strict=True)
         self.latency.plot(items, times, color="#8C8C8C", linewidth=1.4, zorder=1.5)
         self.latency.fill_between(items, times, 1e-3, color="#F2F2F2", linewidth=0, zorder=0.2)
@@ -298,7 +298,7 @@ class _Column:
     def _draw_failures(self) -> None:
         """Crosses along the lower edge where a variant was tried and has no time."""
         timed = {(requests, c.variant) for requests, cell in self.cells.items() for c in cell}
-        missing = {(r.cell.requests, r.candidate.variant) for r in self.records if r.status in _NO_RESULT} - timed
+        missing = {(r.cell.requests, r.candidate.variant) for r in self.measurements if r.status in _NO_RESULT} - timed
         ranks = {variant: i for i, variant in enumerate(sorted({v for _, v in missing}))}
         for requests, variant in sorted(missing):
             self.latency.plot(
@@ -425,17 +425,17 @@ def _text_points(text: str, size: float) -> float:
     return float(TextPath((0, 0), text, size=size).get_extents().width)
 
 
-def _legend_handles(records: Iterable[Record], sms: int | None, policy: bool) -> list[Any]:
+def _legend_handles(measurements: Iterable[Measurement], sms: int | None, policy: bool) -> list[Any]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    records = list(records)
-    timed = {r.candidate.variant for r in records if r.status == "ok"}
+    measurements = list(measurements)
+    timed = {r.candidate.variant for r in measurements if r.status == "ok"}
     handles: list[Any] = []
     for variant in [v for v in variants.NAMES if v in timed] + sorted(timed - set(variants.NAMES)):
         color, marker, dashes = _look(variant)
         handles.append(Line2D([], [], color=color, marker=marker, ls=dashes, lw=1.3, label=variant, **_POINT))
-    if any("split" in r.candidate.spec for r in records):
+    if any("split" in r.candidate.options for r in measurements):
         handles.append(Line2D([], [], color="#606060", lw=0.7, alpha=0.6, label="one split"))
     handles.append(Patch(color="#606060", alpha=0.3, lw=0, label="quartiles"))
     handles.append(Line2D([], [], color="#8C8C8C", lw=1.4, label="floor: bytes and one launch"))
@@ -444,6 +444,6 @@ def _legend_handles(records: Iterable[Record], sms: int | None, policy: bool) ->
     if policy:
         handles.append(Line2D([], [], lw=1.0, label="policy changes", **_CHANGE))
         handles.append(Line2D([], [], markeredgewidth=0.9, label="regret of the policy's pick", **_PICK))
-    if any(r.status in _NO_RESULT for r in records):
+    if any(r.status in _NO_RESULT for r in measurements):
         handles.append(Line2D([], [], color="#606060", marker="x", ls="none", ms=4, label="tried, no result"))
     return handles

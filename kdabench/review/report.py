@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kda_kernels import variants
-from kdabench.data.measurements import Candidate, Cell, Record, cell_order
+from kdabench.data.measurements import Candidate, Cell, Measurement, cell_order
 from kdabench.policy.certificate import Change
 from kdabench.policy.constants import Policy
 from kdabench.policy.regret import Certificate, Evidence, Regret, count_statuses
@@ -31,7 +31,7 @@ class Measured:
 
     sweep: str
     question: str | None
-    records: Sequence[Record]
+    measurements: Sequence[Measurement]
     planned: Sequence[Cell] | None = None
 
 
@@ -124,10 +124,10 @@ def inline_svg(svg: str, prefix: str) -> str:
 
 
 def _summary(subject: Subject) -> list[tuple[str, str]]:
-    records = [r for found in subject.measured for r in found.records]
-    cells = len({r.cell for r in records})
-    statuses = count_statuses(records)
-    facts = [("measured", f"{cells} cells, {len(records)} records: {_counts(statuses)}")]
+    measurements = [r for found in subject.measured for r in found.measurements]
+    cells = len({r.cell for r in measurements})
+    statuses = count_statuses(measurements)
+    facts = [("measured", f"{cells} cells, {len(measurements)} records: {_counts(statuses)}")]
     if isinstance(subject.fitted, str):
         return [*facts, ("policy", f"none: {subject.fitted}")]
     evidence = subject.fitted.evidence
@@ -154,8 +154,8 @@ def _counts(statuses: Mapping[str, int]) -> str:
 def _measured(sources: Iterable[Measured]) -> Table:
     rows = []
     for found in sources:
-        records = found.records
-        cells = {r.cell for r in records}
+        measurements = found.measurements
+        cells = {r.cell for r in measurements}
         planned = None if found.planned is None else f"{len(cells.intersection(found.planned))} of {len(found.planned)}"
         rows.append(
             (
@@ -163,10 +163,10 @@ def _measured(sources: Iterable[Measured]) -> Table:
                 found.question,
                 len(cells),
                 planned,
-                len({r.candidate for r in records}),
-                len({r.process for r in records}),
-                sum(len(r.samples_us) for r in records),
-                _counts(count_statuses(records)),
+                len({r.candidate for r in measurements}),
+                len({r.process for r in measurements}),
+                sum(len(r.samples_us) for r in measurements),
+                _counts(count_statuses(measurements)),
             )
         )
     headings = ("sweep", "question", "cells", "of the sweep file", "candidates", "processes", "samples", "records")
@@ -188,9 +188,9 @@ def _verified(subject: Subject) -> Table | None:
         return None
     ran: dict[str, set[str]] = defaultdict(set)
     for found in subject.measured:
-        for record in found.records:
-            if record.code:
-                ran[record.candidate.variant].add(record.code.partition("-")[0])
+        for measurement in found.measurements:
+            if measurement.code:
+                ran[measurement.candidate.variant].add(measurement.code.partition("-")[0])
     rows: list[Sequence[object]] = []
     for variant, facts in sorted(subject.verified.get("variants", {}).items()):
         measured = ran.get(variant)
@@ -363,11 +363,13 @@ class _Best:
         return None if self.time_us is None else self.cell.problem.floor_us() / self.time_us
 
 
-def _fastest(records: Iterable[Record], choose: Callable[[Candidate], bool] = lambda candidate: True) -> list[_Best]:
+def _fastest(
+    measurements: Iterable[Measurement], choose: Callable[[Candidate], bool] = lambda candidate: True
+) -> list[_Best]:
     """Of each cell; nothing where no chosen candidate has a time."""
-    records = list(records)
+    measurements = list(measurements)
     times: dict[Cell, tuple[Candidate, float]] = {}
-    for group in by_question(records).values():
+    for group in by_question(measurements).values():
         cells = {(r.cell.heads, r.cell.requests): r.cell for r in group}
         for heads, rows in timings(group).items():
             for requests, row in rows.items():
@@ -375,7 +377,7 @@ def _fastest(records: Iterable[Record], choose: Callable[[Candidate], bool] = la
                 if found:
                     time_us, _, candidate = min(found)
                     times[cells[heads, requests]] = candidate, time_us
-    cells_in_order = sorted({r.cell for r in records}, key=cell_order)
+    cells_in_order = sorted({r.cell for r in measurements}, key=cell_order)
     return [_Best(cell, *times.get(cell, (None, None))) for cell in cells_in_order]
 
 
@@ -383,8 +385,8 @@ def _isolated(sources: Iterable[Measured]) -> list[_Best]:
     """The best of our own variants in isolated, cold cells; of two sweeps with the same cell the first counts."""
     found: dict[Cell, _Best] = {}
     for source in sources:
-        records = [r for r in source.records if r.cell.context == "isolated" and r.cell.l2 == "cold"]
-        for best in _fastest(records, lambda c: c.variant != variants.of_rule("stock_items")):
+        measurements = [r for r in source.measurements if r.cell.context == "isolated" and r.cell.l2 == "cold"]
+        for best in _fastest(measurements, lambda c: c.variant != variants.of_rule("stock_items")):
             found.setdefault(best.cell, best)
     return sorted(found.values(), key=lambda best: cell_order(best.cell))
 
@@ -467,18 +469,23 @@ def _efficiency(sources: Sequence[Measured]) -> Iterator[tuple[str, Table]]:
 
 def _failures(sources: Iterable[Measured]) -> Table:
     """Everything that is not ok, alike ones together."""
-    groups: dict[tuple[str, str, str, str], list[Record]] = defaultdict(list)
+    groups: dict[tuple[str, str, str, str], list[Measurement]] = defaultdict(list)
     for found in sources:
-        for record in found.records:
-            if record.status != "ok":
-                key = (record.status, record.candidate.variant, found.sweep, record.reason or "no reason")
-                groups[key].append(record)
+        for measurement in found.measurements:
+            if measurement.status != "ok":
+                key = (
+                    measurement.status,
+                    measurement.candidate.variant,
+                    found.sweep,
+                    measurement.reason or "no reason",
+                )
+                groups[key].append(measurement)
     rows = []
-    for (status, variant, sweep, reason), records in sorted(groups.items()):
-        cells = sorted({r.cell for r in records}, key=cell_order)
-        specs = len({r.candidate for r in records})
-        rows.append((status, variant, sweep, reason, len(records), specs, _named(cells)))
-    headings = ("status", "variant", "sweep", "reason", "records", "specs", "cells")
+    for (status, variant, sweep, reason), measurements in sorted(groups.items()):
+        cells = sorted({r.cell for r in measurements}, key=cell_order)
+        options = len({r.candidate for r in measurements})
+        rows.append((status, variant, sweep, reason, len(measurements), options, _named(cells)))
+    headings = ("status", "variant", "sweep", "reason", "records", "options", "cells")
     return Table(headings, rows, (4, 5))
 
 
@@ -494,7 +501,7 @@ class Coverage:
 
 def _coverage(found: Measured) -> Coverage:
     """By question, heads down and requests across: us and variant, "none" without a result, "-" if never measured."""
-    best = {b.cell: b for b in _fastest(found.records)}
+    best = {b.cell: b for b in _fastest(found.measurements)}
     cells = sorted({*best, *(found.planned or ())}, key=cell_order)
     groups: dict[Question, dict[tuple[int, int], Cell]] = defaultdict(dict)
     for cell in cells:

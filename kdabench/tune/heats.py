@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Protocol
 
-from kdabench.data.measurements import Candidate, Cell, Record, Status, cell_order
+from kdabench.data.measurements import Candidate, Cell, Measurement, Status, cell_order
 from kdabench.measure import worker
 from kdabench.measure.clock import ReplayedClock
 from kdabench.measure.contest import Contest, Plan, log_ratio_interval, run_contest
@@ -58,28 +58,30 @@ class Bench(Protocol):
 class RecordedBench:
     """Heats run on recorded samples. A time is the median over processes of each process's median."""
 
-    def __init__(self, records: Sequence[Record]) -> None:
-        self._records: dict[tuple[Cell, int], dict[Candidate, Record]] = {}
+    def __init__(self, measurements: Sequence[Measurement]) -> None:
+        self._measurements: dict[tuple[Cell, int], dict[Candidate, Measurement]] = {}
         times: dict[tuple[Cell, Candidate], list[float]] = {}
         self._failed: dict[tuple[Cell, Candidate], tuple[Status, str]] = {}
-        for record in records:
-            key = record.cell, record.candidate
-            self._records.setdefault((record.cell, record.process), {})[record.candidate] = record
-            if record.status == "ok":
-                times.setdefault(key, []).append(median(record.samples_us))
+        for measurement in measurements:
+            key = measurement.cell, measurement.candidate
+            self._measurements.setdefault((measurement.cell, measurement.process), {})[measurement.candidate] = (
+                measurement
+            )
+            if measurement.status == "ok":
+                times.setdefault(key, []).append(median(measurement.samples_us))
             else:
-                self._failed[key] = record.status, record.reason or ""
+                self._failed[key] = measurement.status, measurement.reason or ""
         self._times = {key: median(us) for key, us in times.items()}
 
     @property
     def cells(self) -> list[Cell]:
-        return sorted({cell for cell, _ in self._records}, key=cell_order)
+        return sorted({cell for cell, _ in self._measurements}, key=cell_order)
 
     def recorded(self, cell: Cell) -> list[Candidate]:
         """The candidates that ran there, or failed, but weren't refused by `unsupported`."""
         found = [key for key in [*self._times, *self._failed] if key[0] == cell]
         refused = {key for key, (status, _) in self._failed.items() if status == "unsupported"}
-        return sorted({key[1] for key in found if key not in refused}, key=lambda c: (c.variant, c.spec_json))
+        return sorted({key[1] for key in found if key not in refused}, key=lambda c: (c.variant, c.options_json))
 
     def time_us(self, cell: Cell, candidate: Candidate) -> float | None:
         """None if it failed in any process."""
@@ -89,11 +91,13 @@ class RecordedBench:
         pass
 
     def heat(self, cell: Cell, candidates: Sequence[Candidate], plan: Plan, process: int = 0) -> Heat:
-        here = self._records.get((cell, process), {})
+        here = self._measurements.get((cell, process), {})
         failed = {c: self._failed[cell, c] for c in candidates if (cell, c) in self._failed}
-        records = [here[c] for c in candidates if c in here and c not in failed]
+        measurements = [here[c] for c in candidates if c in here and c not in failed]
         contest = run_contest(
-            [r.candidate for r in records], ReplayedClock(records), replace(plan, seconds=math.inf, seed=process)
+            [r.candidate for r in measurements],
+            ReplayedClock(measurements),
+            replace(plan, seconds=math.inf, seed=process),
         )
         times = {c: us for c in candidates if (us := self.time_us(cell, c)) is not None}
         return Heat(contest, failed, times)

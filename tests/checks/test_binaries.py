@@ -95,8 +95,8 @@ def test_names_are_of_what_decides_a_binary() -> None:
 def test_what_was_measured_is_named_too() -> None:
     cell, candidate = Cell("record", 7, 24, 8), Candidate.of("KdaWide", {"form": "chunked", "evict": True})
     measured = [
-        synthetic.record(cell, candidate, [5.0]),
-        synthetic.record(
+        synthetic.measurement(cell, candidate, [5.0]),
+        synthetic.measurement(
             cell, Candidate.of("KdaWide", {"evict": True}), (), status="unsupported", reason="no", code=""
         ),
     ]
@@ -151,8 +151,8 @@ def test_every_binary_that_is_verified_or_compiled_is_named(path: Path) -> None:
 def _supported(case: Case, arch: str) -> bool:
     from kda_kernels.device.gpu import Gpu
 
-    spec = variants.make_spec(case.variant, dict(case.choices))
-    return variants.load(case.variant).unsupported(case.problem, spec, Gpu(arch, build.SMS)) is None
+    options = variants.make_spec(case.variant, dict(case.choices))
+    return variants.load(case.variant).unsupported(case.problem, options, Gpu(arch, build.SMS)) is None
 
 
 def test_a_sample_of_the_binaries_is_what_the_manifest_says() -> None:

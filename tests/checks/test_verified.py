@@ -51,19 +51,21 @@ def test_every_measurement_is_of_a_binary_and_a_launch_of_today(path: Path) -> N
     content = json.loads(path.read_text())
     gpu = Gpu(binaries.arch_of(content["env"]), content["env"]["sms"])
     manifest, wrong, checked = _manifest(gpu.arch), [], set()
-    measured = (record for file in sorted(path.parent.glob("*.jsonl")) for record in measurements.load([file]))
-    for record in measured:
-        variant, problem = record.candidate.variant, record.cell.problem
-        if not record.code or (what := (record.candidate, problem)) in checked:
+    measured = (
+        measurement for file in sorted(path.parent.glob("*.jsonl")) for measurement in measurements.load([file])
+    )
+    for measurement in measured:
+        variant, problem = measurement.candidate.variant, measurement.cell.problem
+        if not measurement.code or (what := (measurement.candidate, problem)) in checked:
             continue
         checked.add(what)
-        spec = variants.make_spec(variant, dict(record.candidate.spec))
+        options = variants.make_spec(variant, dict(measurement.candidate.options))
         if not variants.declared(variant).binaries:
             binary: str | None = identity.binary(variant, None)
         else:
-            binary = manifest.digest(variant, binaries.name(binaries.case_of(record)))
-        if record.code != f"{binary}-{identity.launch(variant, problem, spec, gpu)}":
-            wrong.append(f"{record.candidate} {record.cell.key}")
+            binary = manifest.digest(variant, binaries.name(binaries.case_of(measurement)))
+        if measurement.code != f"{binary}-{identity.launch(variant, problem, options, gpu)}":
+            wrong.append(f"{measurement.candidate} {measurement.cell.key}")
     assert len(checked) > 1000
     assert wrong == []
 

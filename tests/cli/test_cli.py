@@ -36,7 +36,7 @@ tokens = 4
 heads = [12, 96]
 requests = [1, 4, 16, 64, 256]
 
-[specs.KdaSplit]
+[options.KdaSplit]
 split = [1, 2, 4, 8]
 pdl = [false, true]
 """
@@ -51,7 +51,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "sweeps").mkdir()
     (folder / "sweeps" / "dispatch.toml").write_text(SWEEP)
     plan = inputs.load_sweep(folder / "sweeps" / "dispatch.toml", 100)
-    made = synthetic.records(plan.cells, plan.candidates, processes=2)
+    made = synthetic.measurements(plan.cells, plan.candidates, processes=2)
     measurements.dump(made, folder / "results" / SLUG / "dispatch.jsonl")
     (folder / "results" / SLUG / "env.json").write_text(json.dumps(synthetic.ENVS))
     return folder
@@ -176,7 +176,7 @@ def test_mistakes_are_one_line_and_status_2(kdabench: Any, arguments: list[str],
         ("question = ", "not TOML"),
         (SWEEP.replace("processes", "proceses"), "proceses: 2: unknown key"),
         (SWEEP.replace("[12, 96]", "[]", 1), "cells[0].heads: []"),
-        (SWEEP.replace("split =", "spilt ="), "specs.KdaSplit.spilt"),
+        (SWEEP.replace("split =", "spilt ="), "options.KdaSplit.spilt"),
         (SWEEP.replace('"stock", ', '"stock", "KdaNone", '), "KdaNone"),
     ],
 )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kda_kernels import variants
 from kda_kernels.device.gpu import Gpu
-from kdabench.cli.inputs import known_specs
+from kdabench.cli.inputs import known_options
 from kdabench.data import sweep
 from kdabench.data.measurements import Candidate
 from kdabench.data.sweep import SweepError, wave_requests
@@ -53,9 +53,9 @@ def test_minimal(tmp_path: Path) -> None:
 
 
 def test_specs_are_a_product_and_tables_add_up(tmp_path: Path) -> None:
-    tables = "[[specs.KdaSplit]]\nsplit = [1, 2]\npdl = [false, true]\n[[specs.KdaSplit]]\nsplit = 4\n"
-    specs = [c.spec for c in load(tmp_path, MINIMAL + tables).candidates if c.variant == "KdaSplit"]
-    assert specs == [*({"split": s, "pdl": p} for s in (1, 2) for p in (False, True)), {"split": 4}]
+    tables = "[[options.KdaSplit]]\nsplit = [1, 2]\npdl = [false, true]\n[[options.KdaSplit]]\nsplit = 4\n"
+    options = [c.options for c in load(tmp_path, MINIMAL + tables).candidates if c.variant == "KdaSplit"]
+    assert options == [*({"split": s, "pdl": p} for s in (1, 2) for p in (False, True)), {"split": 4}]
 
 
 def test_cells_of_several_tables_are_joined_and_sorted(tmp_path: Path) -> None:
@@ -142,13 +142,13 @@ BAD = {
     MINIMAL.split("[[cells]]")[0] + "cells = [1]": "cells[0]: 1: a table",
     "processes = 0" + MINIMAL: "processes: 0: an integer >= 1",
     "processes = true" + MINIMAL: "processes: True: an integer >= 1",
-    MINIMAL + "[specs.KdaFast]": "specs.KdaFast: {}: unknown key; allowed: stock, KdaSplit",
-    MINIMAL + "[specs.KdaSplit]\nspilt = 1": "specs.KdaSplit.spilt: 1: unknown key; allowed: split, staging",
-    MINIMAL + "[specs.KdaSplit]\nsplit = true": "specs.KdaSplit.split: True: a value of type int",
-    MINIMAL + "[specs.KdaSplit]\npdl = 1": "specs.KdaSplit.pdl: 1: a value of type bool",
-    MINIMAL + "[specs.KdaSplit]\nsplit = 0": "specs.KdaSplit.split: 0: an integer >= 1",
-    MINIMAL + "[specs.KdaSplit]\nsplit = []": "specs.KdaSplit.split: []: an axis needs at least one value",
-    MINIMAL + "[[specs.KdaSplit]]\nsplit = 1\n[[specs.KdaSplit]]\nsplit = 1": "a candidate must not occur twice",
+    MINIMAL + "[options.KdaFast]": "options.KdaFast: {}: unknown key; allowed: stock, KdaSplit",
+    MINIMAL + "[options.KdaSplit]\nspilt = 1": "options.KdaSplit.spilt: 1: unknown key; allowed: split, staging",
+    MINIMAL + "[options.KdaSplit]\nsplit = true": "options.KdaSplit.split: True: a value of type int",
+    MINIMAL + "[options.KdaSplit]\npdl = 1": "options.KdaSplit.pdl: 1: a value of type bool",
+    MINIMAL + "[options.KdaSplit]\nsplit = 0": "options.KdaSplit.split: 0: an integer >= 1",
+    MINIMAL + "[options.KdaSplit]\nsplit = []": "options.KdaSplit.split: []: an axis needs at least one value",
+    MINIMAL + "[[options.KdaSplit]]\nsplit = 1\n[[options.KdaSplit]]\nsplit = 1": "a candidate must not occur twice",
     MINIMAL.replace("[1, 8]", str(list(range(1, 100_002)))): "cells[0]: 100001: at most 100000 cells",
     MINIMAL.replace("[1, 8]", "[1, 8"): "not TOML: ",
     MINIMAL + 'kind = "decode"\nheads = 1': "not TOML: Cannot overwrite a value (at line 9",
@@ -205,7 +205,7 @@ LITERALS = [
 
 
 @given(
-    st.sampled_from(["question", "variants", "processes", "cells", "specs", *sweep._AXES, "waves"]),
+    st.sampled_from(["question", "variants", "processes", "cells", "options", *sweep._AXES, "waves"]),
     st.sampled_from(LITERALS),
 )
 def test_any_value_anywhere_loads_or_fails_cleanly(
@@ -221,7 +221,7 @@ def test_any_value_anywhere_loads_or_fails_cleanly(
 
 
 def standard(name: str) -> sweep.Sweep:
-    return sweep.load(SWEEPS / f"{name}.toml", known_specs(), SMS)
+    return sweep.load(SWEEPS / f"{name}.toml", known_options(), SMS)
 
 
 @pytest.mark.parametrize("name", ["dispatch", "quick", "targets", "commit", "splits", "grid"])
@@ -237,8 +237,8 @@ def test_standard_files(name: str) -> None:
     gpu = Gpu("sm_90a", SMS)
     for candidate in found.candidates:
         module = variants.load(candidate.variant)
-        spec = variants.make_spec(candidate.variant, candidate.spec)
-        reasons = [module.unsupported(cell.problem, spec, gpu) for cell in found.cells]
+        options = variants.make_spec(candidate.variant, candidate.options)
+        reasons = [module.unsupported(cell.problem, options, gpu) for cell in found.cells]
         assert None in reasons, f"{candidate} runs in no cell: {reasons[0]}"
 
 
@@ -250,7 +250,9 @@ def test_the_dispatch_sweep_covers_the_policy() -> None:
     requests = {c.requests for c in found.cells if c.heads == 12 and c.kind == "decode"}
     assert {1, 2, 4, 8, 16, 32, 64, 128, 256} < requests
     assert requests >= set(wave_requests(12, [1, 2, 4, 8], SMS, 1, 256, 12))
-    splits = {(c.spec.get("split"), c.spec.get("pdl", False)) for c in found.candidates if c.variant == "KdaSplit"}
+    splits = {
+        (c.options.get("split"), c.options.get("pdl", False)) for c in found.candidates if c.variant == "KdaSplit"
+    }
     assert {(split, False) for split in (1, 2, 4, 8)} < splits
     assert any(pdl for _, pdl in splits)
 
@@ -273,10 +275,10 @@ def test_commits_fit_into_memory() -> None:
 
 @pytest.mark.parametrize("name", variants.NAMES)
 def test_options_are_read_as_python_reads_them(name: str) -> None:
-    spec = variants.load(name).Spec
-    hints = get_type_hints(spec)
-    first = {field.name: next(iter(get_args(hints[field.name])), hints[field.name]) for field in fields(spec)}
-    assert known_specs()[name] == {key: one if isinstance(one, type) else type(one) for key, one in first.items()}
+    options = variants.load(name).Spec
+    hints = get_type_hints(options)
+    first = {field.name: next(iter(get_args(hints[field.name])), hints[field.name]) for field in fields(options)}
+    assert known_options()[name] == {key: one if isinstance(one, type) else type(one) for key, one in first.items()}
     assert variants.declared(name).defaults == variants.spec_dict(variants.make_spec(name, {}))
 
 

@@ -72,7 +72,7 @@ def test_what_goes_in_comes_out(path: Path) -> None:
         assert journal.history(OTHER, 0) == ({STOCK: [(0, 3.0)]}, 1)
         assert journal.history(CELL, 1) == ({}, 0)
         assert journal.history(CELL, 0)[0][split(2)] == [(0, 5.0), (0, 5.5), (1, 6.0), (1, 6.5), (2, 7.0), (2, 7.5)]
-        found = journal.records()
+        found = journal.measurements()
         assert [(r.candidate, r.status, len(r.samples_us)) for r in found] == [
             (split(2), "ok", 6), (split(8), "fault", 0), (STOCK, "ok", 3)]  # fmt: skip
         assert found == journal.outcomes(CELL, 0)
@@ -114,7 +114,7 @@ def test_a_journal_of_the_first_layout_is_read_and_merged(path: Path, tmp_path: 
         database.execute("DROP TABLE lease")
     with Journal.read(path) as journal:
         assert journal.gpu_states(CELL, 0) == journal.leases() == {}
-        assert len(journal.records()) == 3
+        assert len(journal.measurements()) == 3
     journals.merge([path], tmp_path / "merged.db")
     with start(path) as journal:
         assert journal.lease([(OTHER, 0)], "me", 10) == (OTHER, 0)
@@ -159,7 +159,7 @@ def test_one_writer_many_readers(path: Path) -> None:
         with pytest.raises(JournalBusy):
             start(path)
         with Journal.read(path) as reader:
-            assert reader.records() == []
+            assert reader.measurements() == []
     fill(path)
 
 
@@ -270,7 +270,7 @@ def test_an_empty_log_is_a_new_journal(path: Path) -> None:
     path.parent.mkdir()
     path.touch()
     with start(path) as journal:
-        assert journal.records() == []
+        assert journal.measurements() == []
 
 
 def test_export_writes_what_load_reads(path: Path, tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ def test_export_writes_what_load_reads(path: Path, tmp_path: Path) -> None:
     with Journal.read(path) as journal:
         written = journals.export(journal, tmp_path / "results", "synthetic-one", "dispatch")
         assert written == tmp_path / "results" / "synthetic-one" / "dispatch.jsonl"
-        assert measurements.load([written]) == journal.records()
+        assert measurements.load([written]) == journal.measurements()
         before = written.read_bytes(), (written.parent / "env.json").read_bytes()
         journals.export(journal, tmp_path / "results", "synthetic-one", "dispatch")
         assert before == (written.read_bytes(), (written.parent / "env.json").read_bytes())
@@ -315,11 +315,11 @@ def test_merge_joins(tmp_path: Path) -> None:
     shutil.copy(paths[0], paths[2])
     journals.merge(paths, tmp_path / "all.db")
     with start(tmp_path / "all.db") as merged:
-        assert {r.process for r in merged.records()} == {0, 1}
+        assert {r.process for r in merged.measurements()} == {0, 1}
         assert [merged.cell_state(CELL, p) for p in (0, 1)] == ["done", "done"]
         for process, path in enumerate(paths[:2]):
             with Journal.read(path) as journal:
-                assert [r for r in merged.records() if r.process == process] == journal.records()
+                assert [r for r in merged.measurements() if r.process == process] == journal.measurements()
                 assert merged.history(OTHER, process) == journal.history(OTHER, process)
         assert merged.envs() == synthetic.ENVS
     assert {p.name for p in tmp_path.iterdir()} >= {"all.db"}

@@ -120,8 +120,8 @@ def run(sweep: Sweep, out: Path, main: worker_process.WorkerMain = well_behaved)
 def test_every_process_measures_every_cell(tmp_path: Path) -> None:
     summary = run(make_sweep(tmp_path), tmp_path)
     assert (summary.done, summary.total, summary.interrupted) == (4, 4, False)
-    assert {(r.cell.requests, r.process) for r in summary.records} == {(1, 0), (1, 1), (2, 0), (2, 1)}
-    assert all(len(r.samples_us) >= 3 for r in summary.records)
+    assert {(r.cell.requests, r.process) for r in summary.measurements} == {(1, 0), (1, 1), (2, 0), (2, 1)}
+    assert all(len(r.samples_us) >= 3 for r in summary.measurements)
     assert not summary.without_winner
 
 
@@ -129,7 +129,7 @@ def test_a_finished_sweep_starts_no_worker(tmp_path: Path) -> None:
     sweep = make_sweep(tmp_path)
     first = run(sweep, tmp_path)
     again = run(sweep, tmp_path, main=aborting)
-    assert again.records == first.records
+    assert again.measurements == first.measurements
 
 
 @pytest.mark.parametrize(
@@ -141,11 +141,11 @@ def test_trouble_costs_the_guilty_candidate_alone(
 ) -> None:
     summary = run(make_sweep(tmp_path), tmp_path, main)
     assert summary.done == summary.total
-    bad = [r for r in summary.records if r.candidate == BAD]
+    bad = [r for r in summary.measurements if r.candidate == BAD]
     assert {r.status for r in bad} == {status}
     assert all(word in str(r.reason) and not r.samples_us for r in bad)
     assert {r.process for r in bad} == {0}, "later processes don't pay for it again"
-    good = [r for r in summary.records if r.candidate != BAD]
+    good = [r for r in summary.measurements if r.candidate != BAD]
     assert len(good) == 8
     assert all(r.status == "ok" and len(r.samples_us) >= 3 for r in good)
 
@@ -159,8 +159,8 @@ def test_a_hang_costs_its_limit_and_is_not_paid_for_again(tmp_path: Path, monkey
     begin = time.monotonic()
     summary = run(sweep, tmp_path, hanging)
     assert time.monotonic() - begin - clean_s < 1.0 + 5.0
-    assert {r.status for r in summary.records if r.candidate == BAD} == {"timeout"}
-    assert len([r for r in summary.records if r.status == "ok"]) == 4
+    assert {r.status for r in summary.measurements if r.candidate == BAD} == {"timeout"}
+    assert len([r for r in summary.measurements if r.status == "ok"]) == 4
     begin = time.monotonic()
     run(sweep, tmp_path, hanging)
     assert time.monotonic() - begin < 1.0
@@ -169,7 +169,7 @@ def test_a_hang_costs_its_limit_and_is_not_paid_for_again(tmp_path: Path, monkey
 def test_who_crashes_in_company_alone_is_said_to(tmp_path: Path) -> None:
     odd = workers.candidate(4, "abort in company")
     summary = workers.run(workers.make_sweep(tmp_path, (workers.candidate(1), odd)), tmp_path)
-    found = {r.candidate: r for r in summary.records}
+    found = {r.candidate: r for r in summary.measurements}
     assert (found[odd].status, found[odd].samples_us) == ("fault", ())
     assert str(found[odd].reason).endswith("not when it was tried alone")
     assert found[workers.candidate(1)].status == "ok"
@@ -215,9 +215,11 @@ def test_retry_measures_again_only_where_a_candidate_failed(tmp_path: Path) -> N
         sweep, device="cuda:0", out=tmp_path, results=tmp_path, plan=PLAN, retry=True, worker_main=well_behaved
     )
     # Process 1 never met the bad candidate: process 0 had ruled it out.
-    kept = [r for r in failed.records if r.process == 1]
-    assert [r for r in again.records if r.process == 1] == kept
-    assert {r.candidate: r.status for r in again.records if r.process == 0} == dict.fromkeys((GOOD, BETTER, BAD), "ok")
+    kept = [r for r in failed.measurements if r.process == 1]
+    assert [r for r in again.measurements if r.process == 1] == kept
+    assert {r.candidate: r.status for r in again.measurements if r.process == 0} == dict.fromkeys(
+        (GOOD, BETTER, BAD), "ok"
+    )
 
 
 def test_shares_of_a_sweep_join_to_the_whole(tmp_path: Path) -> None:
@@ -235,10 +237,12 @@ def test_shares_of_a_sweep_join_to_the_whole(tmp_path: Path) -> None:
         )
         assert summary.done == summary.total
         parts.append(summary)
-    assert [{r.cell.requests for r in part.records} for part in parts] == [{1, 3}, {2}]
+    assert [{r.cell.requests for r in part.measurements} for part in parts] == [{1, 3}, {2}]
     merge([part.journal for part in parts], tmp_path / "whole.db")
     with Journal.read(tmp_path / "whole.db") as journal:
-        assert {(r.cell.requests, r.process) for r in journal.records()} == {(r, p) for r in (1, 2, 3) for p in (0, 1)}
+        assert {(r.cell.requests, r.process) for r in journal.measurements()} == {
+            (r, p) for r in (1, 2, 3) for p in (0, 1)
+        }
 
 
 def test_sigkill_at_random_loses_no_finished_round(tmp_path: Path) -> None:
@@ -260,12 +264,12 @@ def test_sigkill_at_random_loses_no_finished_round(tmp_path: Path) -> None:
         running.wait()
     summary = run(make_sweep(tmp_path, requests=tuple(range(1, 13))), tmp_path)
     assert summary.done == summary.total == 24
-    for record in summary.records:
-        assert record.status == "ok"
-        rounds = sorted(set(record.rounds))
+    for measurement in summary.measurements:
+        assert measurement.status == "ok"
+        rounds = sorted(set(measurement.rounds))
         assert rounds == list(range(len(rounds)))
-        assert max(record.rounds.count(index) for index in rounds) <= 2, "the sentinel's twice, nothing more often"
-        assert len(record.samples_us) >= 3
+        assert max(measurement.rounds.count(index) for index in rounds) <= 2, "the sentinel's twice, nothing more often"
+        assert len(measurement.samples_us) >= 3
 
 
 def test_replay_runs_on_recorded_samples_and_cannot_be_exported(tmp_path: Path) -> None:
@@ -276,7 +280,7 @@ def test_replay_runs_on_recorded_samples_and_cannot_be_exported(tmp_path: Path) 
         export(journal, results, "synthetic", sweep.stem)
     replayed = session.run_sweep(sweep, device="replay:synthetic", out=tmp_path / "again", results=results, plan=PLAN)
     assert replayed.replay
-    assert [r.samples_us for r in replayed.records] == [r.samples_us for r in measured.records]
+    assert [r.samples_us for r in replayed.measurements] == [r.samples_us for r in measured.measurements]
     with Journal.read(replayed.journal) as journal, pytest.raises(Exception, match="replay"):
         export(journal, results, "synthetic", sweep.stem)
 
@@ -296,7 +300,7 @@ def test_an_interrupted_replay_resumes(tmp_path: Path) -> None:
     assert first.interrupted
     again = session.run_sweep(sweep, device="replay:synthetic", out=out, results=results, plan=PLAN)
     assert (again.done, again.interrupted) == (4, False)
-    assert [r.samples_us for r in again.records] == [r.samples_us for r in measured.records]
+    assert [r.samples_us for r in again.measurements] == [r.samples_us for r in measured.measurements]
 
 
 def test_find_device_falls_back_to_the_recorded_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from kdabench import cli
 from kdabench.data import measurements
-from kdabench.data.measurements import Candidate, Cell, Record, cell_order
+from kdabench.data.measurements import Candidate, Cell, Measurement, cell_order
 from kdabench.data.sweep import Sweep
 from kdabench.measure import session
 from kdabench.measure.journal import Journal, merge
@@ -31,10 +31,10 @@ def row(requests: Sequence[int], heads: int = 1) -> list[Cell]:
     return [Cell("decode", r, heads) for r in requests]
 
 
-def measured(cell: Cell, times: Times, noise: float = 0.0, process: int = 0) -> list[Record]:
+def measured(cell: Cell, times: Times, noise: float = 0.0, process: int = 0) -> list[Measurement]:
     rng = random.Random(f"{cell.key}{process}")
     return [
-        synthetic.record(cell, c, [times(cell, c) * math.exp(rng.gauss(0, noise)) for _ in range(5)], process)
+        synthetic.measurement(cell, c, [times(cell, c) * math.exp(rng.gauss(0, noise)) for _ in range(5)], process)
         if times(cell, c) < math.inf
         else synthetic.failed(cell, c, process=process)
         for c in (ONE, TWO)
@@ -72,7 +72,7 @@ def crossing(at: float, slope: float = 0.3) -> Times:
 
 def waves(cell: Cell, c: Candidate) -> float:
     """TWO needs twice the CTAs, each of them a third faster."""
-    splits = int(c.spec["split"])
+    splits = int(c.options["split"])
     return math.ceil(cell.items * splits / SMS) * (9.0 if splits == 1 else 6.0)
 
 
@@ -130,8 +130,8 @@ def test_where_an_sm_gets_one_more_cta_and_where_a_wave_of_all_ends() -> None:
     assert dict(adaptive._edges(0, 100, 901)).keys() == set(range(100, 801, 100))
     assert dict(adaptive._edges(1, 100, 901)).keys() == set(range(100, 901, 100))
     assert adaptive._edges(3, None, 901) == ()
-    specs = ({}, {"ctas": 3}, {"ctas_per_sm": 0}, {"ctas_per_sm": 2})
-    assert [adaptive.residents_of(Candidate.of("KdaWide", spec)) for spec in specs] == [0, 3, 0, 2]
+    options = ({}, {"ctas": 3}, {"ctas_per_sm": 0}, {"ctas_per_sm": 2})
+    assert [adaptive.residents_of(Candidate.of("KdaWide", options)) for options in options] == [0, 3, 0, 2]
     assert adaptive.residents_of(Candidate.of("KdaStream", {})) == 1
 
 
@@ -208,7 +208,7 @@ def test_what_a_replay_lacks_is_asked_for_once() -> None:
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
     """Records of a made-up device; two rows."""
-    made = synthetic.records(CELLS, CANDIDATES, processes=2, noise=0.001)
+    made = synthetic.measurements(CELLS, CANDIDATES, processes=2, noise=0.001)
     measurements.dump(made, tmp_path / "results" / "synthetic" / "made-up.jsonl")
     (tmp_path / "results" / "synthetic" / "env.json").write_text(json.dumps(synthetic.ENVS))
     return tmp_path / "results"
@@ -242,18 +242,18 @@ def test_a_sweep_goes_on_where_it_stopped_and_can_be_completed(results: Path, tm
     while (stopped := replayed(results, tmp_path / "parts", listener=listen)).interrupted:
         assert stopped.done <= stopped.total
     assert again == seen
-    assert stopped.records == whole.records
-    assert replayed(results, tmp_path / "parts", retry=True).records == whole.records
+    assert stopped.measurements == whole.measurements
+    assert replayed(results, tmp_path / "parts", retry=True).measurements == whole.measurements
     assert replayed(results, tmp_path / "parts", target=None).done == 2 * len(CELLS)
 
 
 def test_shares_are_of_rows_and_join(results: Path, tmp_path: Path) -> None:
     whole = replayed(results, tmp_path / "whole")
     parts = [replayed(results, tmp_path / str(k), share=(k, 2)) for k in (1, 2)]
-    assert [{r.cell.heads for r in each.records} for each in parts] == [{12}, {96}]
+    assert [{r.cell.heads for r in each.measurements} for each in parts] == [{12}, {96}]
     merge([each.journal for each in parts], tmp_path / "joined.db")
     with Journal.read(tmp_path / "joined.db") as journal:
-        assert journal.records() == whole.records
+        assert journal.measurements() == whole.measurements
 
 
 def test_the_command(
@@ -281,7 +281,7 @@ def test_recorded_cells_make_a_good_policy_with_fewer_of_them() -> None:
     rows = [
         r for r in measurements.load([RECORDED / "dispatch.jsonl"]) if r.cell.kind == "record" and r.cell.tokens == 4
     ]
-    found: dict[Cell, list[Record]] = {}
+    found: dict[Cell, list[Measurement]] = {}
     for r in rows:
         if r.process == 0:
             found.setdefault(r.cell, []).append(r)

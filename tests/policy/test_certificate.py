@@ -9,24 +9,24 @@ import numpy as np
 import pytest
 
 from kdabench.data import measurements, sweep
-from kdabench.data.measurements import Cell, Record
+from kdabench.data.measurements import Cell, Measurement
 from kdabench.policy import certificate, emit, fit, regret
 from kdabench.policy.constants import RULES
 from kdabench.policy.regret import FitError
 from support import synthetic
-from support.synthetic import STOCK, record, split
+from support.synthetic import STOCK, measurement, split
 
 ROOT = Path(__file__).parents[2]
 
 
-def held_out(seed: int = 5) -> list[Record]:
+def held_out(seed: int = 5) -> list[Measurement]:
     cells = [Cell("decode", r, h) for h in (12, 24, 96) for r in (2, 6, 100)]
     cells += [Cell("record", r, h, t) for h in (12, 96) for r in (3, 20) for t in (3, 6)]
-    return list(synthetic.records(cells, seed=seed))
+    return list(synthetic.measurements(cells, seed=seed))
 
 
 def test_the_certificate_of_the_floor_model() -> None:
-    rows = list(synthetic.records())
+    rows = list(synthetic.measurements())
     default = {"split": 1, "staging": "registers", "pdl": False, "threads": 256}
     before = emit.load(emit.emit(fit.fit(rows[: len(rows) // 2], synthetic.ENVS, resamples=0)[0]))
     policy, evidence = fit.fit(
@@ -50,13 +50,13 @@ def test_the_certificate_of_the_floor_model() -> None:
 
 def test_the_bounds_cover_fresh_validations() -> None:
     """Of 20 validations with noise of their own, at most a few have more regret than the bound of another."""
-    policy, _ = fit.fit(list(synthetic.records(noise=0.01)), synthetic.ENVS, resamples=0)
+    policy, _ = fit.fit(list(synthetic.measurements(noise=0.01)), synthetic.ENVS, resamples=0)
     ranked = emit.load(emit.emit(policy)).ranked
     figures = []
     for seed in range(20):
         grid = regret.make_grid(
-            record(r.cell, r.candidate, r.samples_us, r.process)
-            for r in synthetic.records([r.cell for r in held_out()[:: 9 * 3]], noise=0.01, seed=seed)
+            measurement(r.cell, r.candidate, r.samples_us, r.process)
+            for r in synthetic.measurements([r.cell for r in held_out()[:: 9 * 3]], noise=0.01, seed=seed)
         )
         found = certificate.certify(grid, ranked, {}, 40, 0)
         assert found is not None
@@ -66,7 +66,7 @@ def test_the_bounds_cover_fresh_validations() -> None:
 
 
 def test_held_out_cells_take_no_part() -> None:
-    rows = list(synthetic.records())
+    rows = list(synthetic.measurements())
     alone, _ = fit.fit(rows, synthetic.ENVS, resamples=0)
     assert fit.fit(rows, synthetic.ENVS, held_out=held_out(), resamples=0)[0] == alone
     with pytest.raises(FitError, match="held out, but fitted too"):
@@ -77,17 +77,17 @@ def test_held_out_cells_take_no_part() -> None:
     assert fit.fit(rows, synthetic.ENVS, resamples=0)[1].certificate is None
 
 
-def pair(us: tuple[float, float], requests: int = 1, processes: int = 3) -> list[Record]:
+def pair(us: tuple[float, float], requests: int = 1, processes: int = 3) -> list[Measurement]:
     """A decode cell: stock, KdaSplit."""
     cell = Cell("decode", requests, 12)
-    return [record(cell, c, [t], p) for c, t in zip((STOCK, split(1)), us, strict=True) for p in range(processes)]
+    return [measurement(cell, c, [t], p) for c, t in zip((STOCK, split(1)), us, strict=True) for p in range(processes)]
 
 
 def test_the_policy_in_force_stays_unless_a_new_one_wins() -> None:
     old, _ = fit.fit(pair((1.0, 2.0)), synthetic.ENVS, resamples=0)
     module = emit.load(emit.emit(old))
 
-    def fitted(rows: list[Record], **held: dict[str, str]) -> str:
+    def fitted(rows: list[Measurement], **held: dict[str, str]) -> str:
         policy, evidence = fit.fit(rows, synthetic.ENVS, in_force=module, resamples=50, **held)
         variant = emit.load(emit.emit(policy)).choose(12, 1, 1, "decode").variant
         assert (evidence.kept is None) == (variant == "KdaSplit")
@@ -113,17 +113,17 @@ def test_the_policy_in_force_stays_unless_a_new_one_wins() -> None:
 def test_resampled_noise_changes_nothing() -> None:
     """Nineteen of twenty fits of the same device keep the constants in force."""
     some = synthetic.cells(["decode"])
-    policy, _ = fit.fit(list(synthetic.records(some, noise=0.005)), synthetic.ENVS, resamples=0)
+    policy, _ = fit.fit(list(synthetic.measurements(some, noise=0.005)), synthetic.ENVS, resamples=0)
     module = emit.load(emit.emit(policy))
     kept = 0
     for seed in range(1, 21):
-        rows = list(synthetic.records(some, noise=0.005, seed=seed))
+        rows = list(synthetic.measurements(some, noise=0.005, seed=seed))
         again, _ = fit.fit(rows, synthetic.ENVS, in_force=module, resamples=10)
         kept += all(getattr(again, name) == getattr(policy, name) for name in ("choices", "schedule", *RULES))
     assert kept >= 19
 
 
-def publish(folder: Path, rows: list[Record]) -> None:
+def publish(folder: Path, rows: list[Measurement]) -> None:
     measurements.dump(rows, folder / "dispatch.jsonl")
     (folder / "env.json").write_text(json.dumps(synthetic.ENVS))
 
@@ -143,10 +143,10 @@ def test_the_module_of_other_records_comes_before(tmp_path: Path) -> None:
     (tmp_path / "policy.py").write_text(second.module)
     assert emit.regenerate(tmp_path).module == second.module
     # Held-out cells are certified.
-    measurements.dump(list(synthetic.records([Cell("decode", 3, 24)])), tmp_path / "holdout.jsonl")
+    measurements.dump(list(synthetic.measurements([Cell("decode", 3, 24)])), tmp_path / "holdout.jsonl")
     assert "# certificate: regret on 1 held-out cells" in emit.regenerate(tmp_path).module
     emit.previous_path(tmp_path).write_text("# Generated by kdabench\n1 / 0\n")
-    with pytest.raises(measurements.RecordError, match=r"previous\.py: not a policy module: ZeroDivisionError"):
+    with pytest.raises(measurements.MeasurementError, match=r"previous\.py: not a policy module: ZeroDivisionError"):
         emit.regenerate(tmp_path)
 
 
@@ -169,10 +169,12 @@ def test_changes_name_cells_and_gains() -> None:
 def test_the_held_out_sweep_measures_what_a_policy_may_pick() -> None:
     """The candidates of dispatch.toml, in cells of which it has none."""
     variants = pytest.importorskip("kda_kernels.variants")
-    from kdabench.cli.inputs import known_specs
+    from kdabench.cli.inputs import known_options
 
     assert variants.NAMES
-    dispatch, others = (sweep.load(ROOT / "sweeps" / f"{n}.toml", known_specs(), 132) for n in ("dispatch", "holdout"))
+    dispatch, others = (
+        sweep.load(ROOT / "sweeps" / f"{n}.toml", known_options(), 132) for n in ("dispatch", "holdout")
+    )
     assert set(others.candidates) >= {c for c in dispatch.candidates if c.variant != "KdaCommit"}
     assert not set(others.cells) & set(dispatch.cells)
     kinds = {cell.kind for cell in dispatch.cells} - {"flush"}
@@ -193,7 +195,7 @@ def test_many_records_take_seconds() -> None:
         for heads in (12, 96)
         for requests in range(1, 125)
     ]
-    rows = list(synthetic.records(cells))
+    rows = list(synthetic.measurements(cells))
     assert len(rows) > 20_000
     began = time.process_time()
     _, evidence = fit.fit(rows, synthetic.ENVS)

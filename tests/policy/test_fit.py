@@ -12,25 +12,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kdabench.data.measurements import Candidate, Cell, Record
+from kdabench.data.measurements import Candidate, Cell, Measurement
 from kdabench.policy import constants, emit, fit, regret
 from kdabench.policy.constants import Policy
 from kdabench.policy.regret import NOWHERE, Evidence, FitError
 from kdabench.policy.thresholds import ladder, schedules
 from support import synthetic
-from support.synthetic import STOCK, failed, record, split
+from support.synthetic import STOCK, failed, measurement, split
 
 SMS = synthetic.ENV["sms"]
 SPLITS = (split(1), split(2), split(4))
 Times = dict[tuple[Cell, Candidate], float]
 
 
-def run(records: Sequence[Record], **options: Any) -> tuple[Policy, Evidence]:
-    return fit.fit(records, synthetic.ENVS, **{"resamples": 0} | options)
+def run(measurements: Sequence[Measurement], **options: Any) -> tuple[Policy, Evidence]:
+    return fit.fit(measurements, synthetic.ENVS, **{"resamples": 0} | options)
 
 
-def records_of(times: Times) -> list[Record]:
-    return [record(cell, candidate, [us]) for (cell, candidate), us in times.items()]
+def measurements_of(times: Times) -> list[Measurement]:
+    return [measurement(cell, candidate, [us]) for (cell, candidate), us in times.items()]
 
 
 def random_times(seed: int, failures: float = 0.0, others: Sequence[Candidate] = ()) -> Times:
@@ -92,8 +92,8 @@ LADDERS = {
 def test_the_search_is_exact(seed: int, failures: float, rules: dict[str, Candidate]) -> None:
     """And the policy's thresholds cost what they say, through the emitted module, within the band of settled ties."""
     times = random_times(seed, failures, [c for c in rules.values() if c != STOCK])
-    grid = regret.make_grid(records_of(times))
-    found = replace(run(records_of(times))[0], choices={})
+    grid = regret.make_grid(measurements_of(times))
+    found = replace(run(measurements_of(times))[0], choices={})
     picked = regret.picks(grid, emit.load(emit.emit(found)).ranked)
     costs = np.nan_to_num(regret.log_regret(grid, picked), nan=1e4)
     for kind in constants.STEP_KINDS:
@@ -117,9 +117,9 @@ def test_the_search_is_exact(seed: int, failures: float, rules: dict[str, Candid
 def test_the_shared_table_is_the_best_one(seed: int, failures: float) -> None:
     """Over the window cells that KdaSplit serves; by plain loops."""
     times = random_times(seed, failures)
-    found, evidence = run(records_of(times))
+    found, evidence = run(measurements_of(times))
     found = replace(found, choices={})
-    grid = regret.make_grid(records_of(times))
+    grid = regret.make_grid(measurements_of(times))
     picked = regret.picks(grid, emit.load(emit.emit(found)).ranked)
     stocked = {cell for cell, i in zip(grid.cells, picked, strict=True) if grid.candidates[i] == STOCK}
     windows = {cell for cell, _ in times if cell.kind != "decode"}
@@ -129,7 +129,7 @@ def test_the_shared_table_is_the_best_one(seed: int, failures: float) -> None:
         served = [c for c in group if c not in stocked] or group
         cost = {s: sum(math.log(times[c, s]) if (c, s) in times else 1e4 for c in served) for s in SPLITS}
         wanted = found.spec_schedule[heads][requests]
-        mine = next(cost[s] for s in SPLITS if constants.with_pdl(s.spec) == wanted)
+        mine = next(cost[s] for s in SPLITS if constants.with_pdl(s.options) == wanted)
         assert mine <= min(cost.values()) + len(served) * math.log1p(regret.TIE) + 1e-6
     plain, shared = (evidence.baselines[name]["all"] for name in ("thresholds and schedules", "one window schedule"))
     assert failures or shared.geomean > plain.geomean
@@ -147,7 +147,7 @@ def test_thresholds_of_other_variants() -> None:
             us = 2.0 if requests in (4, 64, 128) else 6.0
             times[cell, slow] = us * (1.1 if tokens == 4 else 1.0)
             times[cell, fast] = us * (1.1 if tokens == 2 else 1.0)
-    found, evidence = run(records_of(times))
+    found, evidence = run(measurements_of(times))
     assert found.ws_items == {
         "decode": None,
         "record": 501,
@@ -156,7 +156,7 @@ def test_thresholds_of_other_variants() -> None:
     assert (found.ws_small, found.ws_small_end) == (26, 62)
     assert found.wide_items == {"decode": None, "record": 101, "spec": None}  # more than one item per SM
     assert found.step_options["KdaWS"] == {
-        ("record", 2): constants.with_pdl(slow.spec), ("record", 4): constants.with_pdl(fast.spec)}  # fmt: skip
+        ("record", 2): constants.with_pdl(slow.options), ("record", 4): constants.with_pdl(fast.options)}  # fmt: skip
     assert evidence.regret["all"].max == evidence.baselines["thresholds and schedules"]["all"].max == 0
     assert set(evidence.other_intervals) == {"ws_items", "ws_small", "ws_small_end", "wide_items"}
     module = emit.load(emit.emit(replace(found, choices={})))
@@ -166,13 +166,13 @@ def test_thresholds_of_other_variants() -> None:
     assert not module.wide(10, 10**6, 4, False)
 
 
-def line(pairs: Mapping[int, tuple[float, float]], heads: int = 10) -> list[Record]:
+def line(pairs: Mapping[int, tuple[float, float]], heads: int = 10) -> list[Measurement]:
     """Decode cells: requests -> (stock, KdaSplit) microseconds."""
     times: Times = {}
     for requests, (stock, split_us) in pairs.items():
         times[Cell("decode", requests, heads), STOCK] = stock
         times[Cell("decode", requests, heads), split(1)] = split_us
-    return records_of(times)
+    return measurements_of(times)
 
 
 CLOSEST = emit.load(emit.emit(run(line({1: (2, 1)}))[0]))._closest
@@ -227,10 +227,10 @@ def test_windows_have_schedules_of_their_own() -> None:
     cells = [Cell("record", 1, 12, tokens) for tokens in (2, 4, 8)]
     us = {split(1): (1.0, 1.0, 2.0), split(2): (1.1, 1.1, 1.0), split(4): (1.5, 0.9, 1.9)}
     times = {(cell, c): row[i] for c, row in us.items() for i, cell in enumerate(cells)}
-    found, evidence = run(records_of(times))
-    assert found.spec_schedule == {12: {1: constants.with_pdl(split(2).spec)}}
+    found, evidence = run(measurements_of(times))
+    assert found.spec_schedule == {12: {1: constants.with_pdl(split(2).options)}}
     assert found.window_schedule == {
-        ("record", tokens): {12: {1: constants.with_pdl(split(s).spec)}} for tokens, s in ((2, 1), (4, 4), (8, 2))
+        ("record", tokens): {12: {1: constants.with_pdl(split(s).options)}} for tokens, s in ((2, 1), (4, 4), (8, 2))
     }
     assert evidence.regret["all"].max == 0
     best = math.prod((1.0, 0.9, 1.0))
@@ -283,12 +283,12 @@ def test_ties_of_schedules_are_steady_under_noise() -> None:
         for requests in (1, 2, 4, 8):
             for candidate in SPLITS[:2]:
                 times[Cell("decode", requests, 12), candidate] = 5 * rng.uniform(0.999, 1.001)
-        tables.append(run(records_of(times))[0].schedule)
+        tables.append(run(measurements_of(times))[0].schedule)
     assert all(table == tables[0] for table in tables)
     assert len({str(schedule) for row in tables[0].values() for schedule in row.values()}) == 1
 
 
-def refused() -> Iterator[tuple[str, list[Record]]]:
+def refused() -> Iterator[tuple[str, list[Measurement]]]:
     cell = Cell("decode", 1, 12)
     for message, other in {
         "context: isolated, layer": replace(cell, context="isolated"),
@@ -296,17 +296,17 @@ def refused() -> Iterator[tuple[str, list[Record]]]:
         "state_dtype: bf16, fp32": replace(cell, state_dtype="bf16"),
         "conv_layout: dim-first, window-major": replace(cell, conv_layout="window-major"),
     }.items():
-        yield message, [record(c, STOCK, [5.0]) for c in (cell, other)]
-    yield "context: isolated", [record(replace(cell, context="isolated"), STOCK, [5.0])]
+        yield message, [measurement(c, STOCK, [5.0]) for c in (cell, other)]
+    yield "context: isolated", [measurement(replace(cell, context="isolated"), STOCK, [5.0])]
     yield "nothing to fit", []
-    yield "nothing to fit", [record(Cell("commit", 1, 12, 4, context="isolated"), STOCK, [5.0])]
-    yield "env: the records' environments are unknown", [record(cell, STOCK, [5.0], env="sha256:other")]
-    yield "binary of stock", [record(cell, STOCK, [5.0], i, code=f"{i}-0") for i in range(2)]
-    yield "launch of stock", [record(cell, STOCK, [5.0], i, code=f"0-{i}") for i in range(2)]
+    yield "nothing to fit", [measurement(Cell("commit", 1, 12, 4, context="isolated"), STOCK, [5.0])]
+    yield "env: the records' environments are unknown", [measurement(cell, STOCK, [5.0], env="sha256:other")]
+    yield "binary of stock", [measurement(cell, STOCK, [5.0], i, code=f"{i}-0") for i in range(2)]
+    yield "launch of stock", [measurement(cell, STOCK, [5.0], i, code=f"0-{i}") for i in range(2)]
 
 
 @pytest.mark.parametrize(("message", "rows"), list(refused()))
-def test_what_cannot_be_fitted_is_refused(message: str, rows: list[Record]) -> None:
+def test_what_cannot_be_fitted_is_refused(message: str, rows: list[Measurement]) -> None:
     with pytest.raises(FitError, match=message):
         run(rows)
 
@@ -315,11 +315,11 @@ def test_failures_never_win_and_are_counted() -> None:
     cells = [Cell("decode", r, 12) for r in (1, 2, 4)]
     rows = [failed(cells[0], c, status) for c, status in ((STOCK, "oom"), (split(1), "wrong"))]
     # Fastest by far in one process, but a failure in another: no time in this cell.
-    rows += [record(cells[1], split(2), [0.1]), failed(cells[1], split(2), "fault", 1)]
-    rows += [record(cells[1], c, [us]) for c, us in ((STOCK, 9.0), (split(1), 5.0))]
-    rows += [record(cells[2], STOCK, [9.0]), *(failed(cells[2], c) for c in (split(1), split(2)))]
+    rows += [measurement(cells[1], split(2), [0.1]), failed(cells[1], split(2), "fault", 1)]
+    rows += [measurement(cells[1], c, [us]) for c, us in ((STOCK, 9.0), (split(1), 5.0))]
+    rows += [measurement(cells[2], STOCK, [9.0]), *(failed(cells[2], c) for c in (split(1), split(2)))]
     found, evidence = run(rows)
-    assert found.schedule == {12: {2: constants.with_pdl(split(1).spec)}}
+    assert found.schedule == {12: {2: constants.with_pdl(split(1).options)}}
     assert evidence.without_winner == (cells[0],)
     assert (evidence.cells, evidence.uncovered) == (3, ())
     assert evidence.statuses == {"fault": 3, "ok": 4, "oom": 1, "wrong": 1}
@@ -336,22 +336,22 @@ def test_nothing_ok_at_all() -> None:
 
 def test_a_single_variant_is_enough() -> None:
     cell = Cell("spec", 1, 12, 4)
-    alone, _ = run([record(cell, split(1), [5.0])])
+    alone, _ = run([measurement(cell, split(1), [5.0])])
     assert emit.load(emit.emit(alone)).choose(12, 1, 4, "spec").variant == "KdaSplit"
-    only_stock, _ = run([record(cell, STOCK, [5.0])])
+    only_stock, _ = run([measurement(cell, STOCK, [5.0])])
     assert emit.load(emit.emit(only_stock)).choose(12, 1, 4, "spec").variant == "stock"
     assert only_stock.stock_items["spec"] == 1
 
 
 def test_medians_of_processes_not_of_samples() -> None:
     cell = Cell("decode", 1, 12)
-    rows = [record(cell, STOCK, samples, i) for i, samples in enumerate([[1.0] * 9, [4.0, 2.0, 3.0], [5.0, 7.0]])]
+    rows = [measurement(cell, STOCK, samples, i) for i, samples in enumerate([[1.0] * 9, [4.0, 2.0, 3.0], [5.0, 7.0]])]
     assert math.exp(regret.make_grid(rows).log_us[0, 0]) == pytest.approx(3.0)
 
 
 def test_evidence_of_the_floor_model() -> None:
     default = {"split": 1, "staging": "registers", "pdl": False, "threads": 256}
-    found, evidence = run(list(synthetic.records()), default_schedule=default)
+    found, evidence = run(list(synthetic.measurements()), default_schedule=default)
     assert found.stock_items["decode"] is None
     assert found.stock_items["record"] is not None
     assert set(evidence.regret) == {"all", "decode", "record", "spec"}
@@ -368,7 +368,7 @@ def test_evidence_of_the_floor_model() -> None:
 
 
 def test_intervals_of_thresholds() -> None:
-    rows = list(synthetic.records(noise=0.01))
+    rows = list(synthetic.measurements(noise=0.01))
     found, evidence = run(rows, resamples=60)
     for kind in ("record", "spec"):
         cut, interval = found.stock_items[kind], evidence.intervals[kind]
@@ -386,15 +386,15 @@ def test_intervals_of_thresholds() -> None:
 def test_flips_between_input_distributions() -> None:
     cell = Cell("decode", 1, 12)
     generic = replace(cell, inputs="generic")
-    rows = [record(cell, STOCK, [6.0]), record(cell, split(1), [5.0])]
-    rows += [record(generic, STOCK, [5.0]), record(generic, split(1), [7.0])]
+    rows = [measurement(cell, STOCK, [6.0]), measurement(cell, split(1), [5.0])]
+    rows += [measurement(generic, STOCK, [5.0]), measurement(generic, split(1), [7.0])]
     found, evidence = run(rows)
     assert evidence.flips == ((cell, pytest.approx(0.4)),)
     assert found == replace(run(rows[:2])[0], origin=found.origin)
 
 
 def test_the_order_of_records_does_not_matter() -> None:
-    rows = list(synthetic.records())
+    rows = list(synthetic.measurements())
     shuffled = rows.copy()
     random.Random(1).shuffle(shuffled)
     assert run(rows, resamples=20) == run(shuffled, resamples=20)
@@ -404,7 +404,7 @@ def test_keys_name_pitch_and_gate_mode() -> None:
     modes = [Candidate.of("KdaSplit", {"split": 1, "gate_mode": m}) for m in (0, 2)]
     cells = [Cell("decode", 1, 12), Cell("record", 1, 24, 4)]
     times = {(cells[0], modes[0]): 2.0, (cells[0], modes[1]): 1.0, (cells[1], modes[0]): 1.0, (cells[1], modes[1]): 2.0}
-    assert run(records_of(times))[0].policies == {12: {(1, 1): (6288, 2)}, 24: {(1, 4): (12448, 0)}}
+    assert run(measurements_of(times))[0].policies == {12: {(1, 1): (6288, 2)}, 24: {(1, 4): (12448, 0)}}
 
 
 def test_gate_mode_of_the_schedule_that_is_picked() -> None:
@@ -412,14 +412,14 @@ def test_gate_mode_of_the_schedule_that_is_picked() -> None:
     modes = [Candidate.of("KdaSplit", {"split": 1, "gate_mode": m}) for m in (0, 2)]
     fastest = {Cell("record", 1, 12, 2): 2, Cell("record", 1, 12, 4): 0, Cell("spec", 1, 12, 4): 2,
                Cell("spec", 1, 12, 8): 2, Cell("record", 9, 12, 4): 0}  # fmt: skip
-    times = {(cell, c): 1.0 if c.spec["gate_mode"] == mode else 2.0 for cell, mode in fastest.items() for c in modes}
-    keys = run(records_of(times))[0].policies[12]
+    times = {(cell, c): 1.0 if c.options["gate_mode"] == mode else 2.0 for cell, mode in fastest.items() for c in modes}
+    keys = run(measurements_of(times))[0].policies[12]
     # At 9 requests 2 tokens are off from 4 as much as at one.
     modes_of = {2: (2, 2), 4: (0, 0), 8: (2, 2)}
     assert keys == {(r, q): (6288, mode) for q, pair in modes_of.items() for r, mode in zip((1, 9), pair, strict=True)}
 
 
-def thresholds_alone(rows: Sequence[Record]) -> tuple[regret.Grid, Any, regret.Ints]:
+def thresholds_alone(rows: Sequence[Measurement]) -> tuple[regret.Grid, Any, regret.Ints]:
     """Grid, module and picks of a policy without CHOICES."""
     grid, module = regret.make_grid(rows), emit.load(emit.emit(replace(run(rows)[0], choices={})))
     return grid, module, regret.picks(grid, module.ranked)
@@ -429,7 +429,7 @@ def test_where_a_policy_loses_to_the_default_schedule() -> None:
     """Thresholds alone can do that: here stock takes all that is large, for the sake of one cell."""
     rows = line({1: (9, 5), 2: (9, 5), 4: (9, 2), 8: (1, 1.02), 16: (1, 9), 32: (1.03, 1)})
     assert run(rows)[1].slower_than_default is None
-    assert run(rows, default_schedule={**split(1).spec, "threads": 256})[1].slower_than_default == ()
+    assert run(rows, default_schedule={**split(1).options, "threads": 256})[1].slower_than_default == ()
     grid, _, picked = thresholds_alone(rows)
     assert regret.slower_than(grid, picked, 0) == ((Cell("decode", 32, 10), pytest.approx(0.03)),)
 
@@ -468,7 +468,7 @@ def test_heads_that_always_stream() -> None:
     for heads, requests in itertools.product((12, 48, 96), (1, 4, 16, 64)):
         cell = Cell("record", requests, heads, 4)
         times |= {(cell, split(1)): 2.0, (cell, stream): 1.0 if heads >= 48 or cell.items >= 500 else 3.0}
-    found, evidence = run(records_of(times))
+    found, evidence = run(measurements_of(times))
     assert found.stream_heads == 48
     assert found.stream_items["record"] is not None
     plain = emit.load(emit.emit(replace(found, choices={})))

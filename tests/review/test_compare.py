@@ -15,7 +15,7 @@ import pytest
 
 from kdabench import cli
 from kdabench.data import measurements, provenance
-from kdabench.data.measurements import Candidate, Cell, Record
+from kdabench.data.measurements import Candidate, Cell, Measurement
 from kdabench.measure.contest import student
 from kdabench.review import compare
 from kdabench.review.compare import Comparison, Gates, Side
@@ -38,7 +38,7 @@ def session(
     noise: float = 0.004,
     processes: int = 3,
     rounds: int = 12,
-) -> Iterator[Record]:
+) -> Iterator[Measurement]:
     """What one session measures: true time x its bias x process x round. What has an effect is of another source."""
     rng = random.Random(seed)
     for cell in cells:
@@ -48,18 +48,20 @@ def session(
             for process in range(processes):
                 mine = us * rng.gauss(1, process_noise)
                 samples = [mine * rng.gauss(1, noise) for _ in range(rounds)]
-                yield synthetic.record(cell, candidate, samples, process, **changed)
+                yield synthetic.measurement(cell, candidate, samples, process, **changed)
 
 
-def side(found: Iterator[Record] | Sequence[Record], envs: Mapping[str, Any] = synthetic.ENVS, **more: Any) -> Side:
+def side(
+    found: Iterator[Measurement] | Sequence[Measurement], envs: Mapping[str, Any] = synthetic.ENVS, **more: Any
+) -> Side:
     return Side("a side", list(found), envs, **more)
 
 
-def one(us: Sequence[float], candidate: Candidate = STOCK, **changes: Any) -> Record:
-    return synthetic.record(CELLS[0], candidate, us, **changes)
+def one(us: Sequence[float], candidate: Candidate = STOCK, **changes: Any) -> Measurement:
+    return synthetic.measurement(CELLS[0], candidate, us, **changes)
 
 
-def changed(found: Sequence[Record]) -> list[Record]:
+def changed(found: Sequence[Measurement]) -> list[Measurement]:
     """The same, of another source: nothing tells what the session did to it."""
     return [replace(r, code=NEW) for r in found]
 
@@ -146,10 +148,10 @@ def test_a_single_sample_decides_nothing() -> None:
     json.dumps(found.to_json(), allow_nan=False)
 
 
-def quiet(us: float, candidate: Candidate = STOCK, cell: Cell = CELLS[0], **changes: Any) -> list[Record]:
+def quiet(us: float, candidate: Candidate = STOCK, cell: Cell = CELLS[0], **changes: Any) -> list[Measurement]:
     """Three processes of ten rounds that hardly differ."""
     return [
-        synthetic.record(
+        synthetic.measurement(
             cell, candidate, [us * (1 + 1e-4 * ((7 * n + 3 * p) % 5 - 2)) for n in range(10)], p, **changes
         )
         for p in range(3)
@@ -242,7 +244,7 @@ def test_findings_on_both_sides_are_no_sign_of_the_session() -> None:
 # --- clocks ---
 
 
-def clocked(us: float, mhz: int | None, **changes: Any) -> list[Record]:
+def clocked(us: float, mhz: int | None, **changes: Any) -> list[Measurement]:
     return [replace(r, sm_clock_mhz=(mhz,) * len(r.samples_us), **changes) for r in quiet(us)]
 
 
@@ -324,7 +326,7 @@ def kdabench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     return run
 
 
-def write(path: Path, found: Sequence[Record]) -> str:
+def write(path: Path, found: Sequence[Measurement]) -> str:
     measurements.dump(found, path)
     (path.parent / "env.json").write_text(json.dumps(synthetic.ENVS))
     return str(path)
@@ -398,6 +400,6 @@ def test_a_cell_comes_from_the_other_sides_sweep(tmp_path: Path) -> None:
 
     files = {"dispatch": quiet(5.0) + quiet(5.0, split(1)), "quick": quiet(6.0), "targets": quiet(7.0, cell=CELLS[1])}
     source = reviewing._Source("x", files, synthetic.ENVS, tmp_path)
-    assert {r.samples_us[0] > 5.5 for r in source.records(["quick"]) if r.cell == CELLS[0]} == {True}
-    assert {r.samples_us[0] > 5.5 for r in source.records([]) if r.cell == CELLS[0]} == {False}
-    assert len(source.records(["quick"])) == 6
+    assert {r.samples_us[0] > 5.5 for r in source.measurements(["quick"]) if r.cell == CELLS[0]} == {True}
+    assert {r.samples_us[0] > 5.5 for r in source.measurements([]) if r.cell == CELLS[0]} == {False}
+    assert len(source.measurements(["quick"])) == 6

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from kda_kernels import variants
-from kdabench.data.measurements import Candidate, Cell, Record
+from kdabench.data.measurements import Candidate, Cell, Measurement
 from kdabench.review import curves, plot
 from support import synthetic
 
@@ -38,25 +38,25 @@ def ranked(heads: int, requests: int, tokens: int, kind: str) -> list[SimpleName
     return [stock] if items >= 6000 else [choice("KdaSplit", split=split, staging="registers", pdl=True), stock]
 
 
-def grid_records(heads: Sequence[int] = (12, 96)) -> list[Record]:
+def grid_measurements(heads: Sequence[int] = (12, 96)) -> list[Measurement]:
     cells = [cell(r, h) for h in heads for r in (1, 2, 4, 8, 11, 16, 22, 32, 64, 128, 256)]
-    return list(synthetic.records(cells))
+    return list(synthetic.measurements(cells))
 
 
 def test_quartiles_are_of_all_samples_and_the_median_of_the_processes_medians() -> None:
     samples = ([1.0, 2.0, 9.0], [4.0, 4.0, 4.0], [5.0, 6.0, 7.0])
-    records = [synthetic.record(cell(1), synthetic.STOCK, s, p) for p, s in enumerate(samples)]
-    timing = curves.timings(records)[12][1][synthetic.STOCK]
+    measurements = [synthetic.measurement(cell(1), synthetic.STOCK, s, p) for p, s in enumerate(samples)]
+    timing = curves.timings(measurements)[12][1][synthetic.STOCK]
     assert timing == curves.Timing(low=4.0, median=4.0, high=6.0)
 
 
 def test_a_candidate_that_failed_in_one_process_has_no_time() -> None:
-    records = [
-        synthetic.record(cell(1), synthetic.STOCK, [3.0]),
+    measurements = [
+        synthetic.measurement(cell(1), synthetic.STOCK, [3.0]),
         synthetic.failed(cell(1), synthetic.STOCK, process=1),
-        synthetic.record(cell(1), synthetic.split(2), [4.0]),
+        synthetic.measurement(cell(1), synthetic.split(2), [4.0]),
     ]
-    assert list(curves.timings(records)[12][1]) == [synthetic.split(2)]
+    assert list(curves.timings(measurements)[12][1]) == [synthetic.split(2)]
 
 
 def test_runs_of_equal_picks_are_joined() -> None:
@@ -65,20 +65,20 @@ def test_runs_of_equal_picks_are_joined() -> None:
 
 
 def test_fastest_runs_cover_the_measured_counts() -> None:
-    cells = curves.timings(grid_records())[12]
+    cells = curves.timings(grid_measurements())[12]
     runs = curves.fastest_runs(cells)
     assert (runs[0].first, runs[-1].last) == (1, 256)
     assert all(a.what != b.what for a, b in itertools.pairwise(runs))
 
 
 def test_regret_is_that_of_the_fit() -> None:
-    records = [
-        synthetic.record(cell(1), synthetic.split(8, pdl=True), [4.0]),
-        synthetic.record(cell(1), synthetic.STOCK, [5.0]),
-        synthetic.record(cell(500), synthetic.split(1), [100.0]),
-        synthetic.record(cell(500), synthetic.STOCK, [125.0]),
+    measurements = [
+        synthetic.measurement(cell(1), synthetic.split(8, pdl=True), [4.0]),
+        synthetic.measurement(cell(1), synthetic.STOCK, [5.0]),
+        synthetic.measurement(cell(500), synthetic.split(1), [100.0]),
+        synthetic.measurement(cell(500), synthetic.STOCK, [125.0]),
     ]
-    assert curves.policy_regrets(records, ranked) == pytest.approx({(12, 1): 0.0, (12, 500): 0.25})
+    assert curves.policy_regrets(measurements, ranked) == pytest.approx({(12, 1): 0.0, (12, 500): 0.25})
 
 
 def test_questions_have_distinct_file_names() -> None:
@@ -116,9 +116,11 @@ def test_looks_stay_when_variants_are_added(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def write(folder: Path) -> dict[str, str]:
-    records = grid_records() + list(synthetic.records([Cell("commit", r, 12, 4) for r in (1, 8)], noise=0.01))
+    measurements = grid_measurements() + list(
+        synthetic.measurements([Cell("commit", r, 12, 4) for r in (1, 8)], noise=0.01)
+    )
     policy: Any = SimpleNamespace(ranked=ranked)
-    paths = plot.write_plots(records, folder, device="SYNTHETIC ONE", sms=100, policy=policy, replay=False)
+    paths = plot.write_plots(measurements, folder, device="SYNTHETIC ONE", sms=100, policy=policy, replay=False)
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
@@ -166,11 +168,11 @@ def _shown(text: Text, figure: Figure) -> bool:
     ],
 )
 def test_no_text_covers_another(heads: tuple[int, ...], policy: bool, replay: bool, device: str) -> None:
-    records = grid_records(heads)
-    question = curves.Question.of(records[0].cell)
+    measurements = grid_measurements(heads)
+    question = curves.Question.of(measurements[0].cell)
     picks = ranked if policy else None
     with plot._style():
-        figure = plot.draw(question, records, device=device, sms=100, ranked=picks, replay=replay)
+        figure = plot.draw(question, measurements, device=device, sms=100, ranked=picks, replay=replay)
         shown = list(texts(figure))
         width, height = figure.canvas.get_width_height()
     for text, box in shown:
@@ -183,9 +185,9 @@ def test_no_text_covers_another(heads: tuple[int, ...], policy: bool, replay: bo
 
 
 def test_failures_only_and_single_points_can_be_drawn(tmp_path: Path) -> None:
-    records = [synthetic.failed(cell(1), synthetic.STOCK), synthetic.failed(cell(1), Candidate.of("New", {}))]
-    plot.write_plots(records, tmp_path, device="X", sms=None, policy=None, replay=False)
-    records.append(synthetic.record(cell(1), synthetic.split(1), [3.0]))
+    measurements = [synthetic.failed(cell(1), synthetic.STOCK), synthetic.failed(cell(1), Candidate.of("New", {}))]
+    plot.write_plots(measurements, tmp_path, device="X", sms=None, policy=None, replay=False)
+    measurements.append(synthetic.measurement(cell(1), synthetic.split(1), [3.0]))
     policy: Any = SimpleNamespace(ranked=ranked)
-    plot.write_plots(records, tmp_path, device="X", sms=100, policy=policy, replay=False)
+    plot.write_plots(measurements, tmp_path, device="X", sms=100, policy=policy, replay=False)
     assert (tmp_path / "decode-q1.svg").stat().st_size > 1000

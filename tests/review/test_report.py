@@ -14,7 +14,7 @@ import pytest
 from kdabench import cli
 from kdabench.cli import inputs
 from kdabench.data import measurements
-from kdabench.data.measurements import Cell, Record
+from kdabench.data.measurements import Cell, Measurement
 from kdabench.policy import fit
 from kdabench.review import report
 from kdabench.review.report import Measured, Subject
@@ -41,13 +41,13 @@ kind = "decode"
 heads = [12]
 requests = [1, 4, 16, 64]
 
-[specs.KdaSplit]
+[options.KdaSplit]
 split = [1, 2, 4, 8]
 pdl = [false, true]
 """
 
 
-def page(found: list[Record], **changes: Any) -> str:
+def page(found: list[Measurement], **changes: Any) -> str:
     measured = Measured("dispatch", "Which is fastest?", found, changes.pop("planned", None))
     fitted = changes.pop("fitted", None) or report.Fitted(*fit.fit(found, synthetic.ENVS, resamples=0))
     subject = Subject(device="SYNTHETIC ONE", replay=False, measured=[measured], envs=synthetic.ENVS, fitted=fitted)
@@ -110,7 +110,7 @@ class _Checked(HTMLParser):
 
 
 def test_it_loads_nothing_and_is_well_formed() -> None:
-    text = page(list(synthetic.records(cells(1, 4))), figures=[("one", SVG), ("the same again", SVG)])
+    text = page(list(synthetic.measurements(cells(1, 4))), figures=[("one", SVG), ("the same again", SVG)])
     assert text.startswith("<!DOCTYPE html>\n")
     assert "http" not in text
     checked = _Checked(text)
@@ -124,7 +124,7 @@ def test_it_loads_nothing_and_is_well_formed() -> None:
 
 
 def test_text_of_records_is_escaped() -> None:
-    found = list(synthetic.records(cells(1)))
+    found = list(synthetic.measurements(cells(1)))
     found.append(
         replace(synthetic.failed(cells(1)[0], split(16), "wrong"), reason="<script>alert('out')</script> & so")
     )
@@ -135,7 +135,7 @@ def test_text_of_records_is_escaped() -> None:
 
 def test_what_was_never_measured_is_a_dash() -> None:
     one, two = cells(1, 4)
-    found = [synthetic.record(one, STOCK, [5.0]), synthetic.record(one, split(1), [4.0])]
+    found = [synthetic.measurement(one, STOCK, [5.0]), synthetic.measurement(one, split(1), [4.0])]
     found += [synthetic.failed(two, STOCK), synthetic.failed(two, split(1))]
     text = page(found, planned=cells(1, 4, 16))
     grid = rows(section(text, "cells"))
@@ -154,11 +154,11 @@ def test_targets_are_met_missed_or_a_dash() -> None:
     cell = Cell("decode", 1, 12, context="isolated")
     many = [Cell("decode", n, 12, context="isolated") for n in (128, 256)]
     found = [
-        synthetic.record(cell, split(1), [3.4]),
-        synthetic.record(cell, STOCK, [1.5]),  # not our own
-        synthetic.record(replace(cell, state_dtype="bf16"), split(1), [3.6]),
-        synthetic.record(many[0], split(1), [many[0].problem.floor_us() / 0.95]),
-        synthetic.record(many[1], split(1), [many[1].problem.floor_us() / 0.80]),
+        synthetic.measurement(cell, split(1), [3.4]),
+        synthetic.measurement(cell, STOCK, [1.5]),  # not our own
+        synthetic.measurement(replace(cell, state_dtype="bf16"), split(1), [3.6]),
+        synthetic.measurement(many[0], split(1), [many[0].problem.floor_us() / 0.95]),
+        synthetic.measurement(many[1], split(1), [many[1].problem.floor_us() / 0.80]),
         synthetic.failed(replace(many[0], state_dtype="bf16"), split(1)),
     ]
     text = page(found, device="NVIDIA H200", fitted="context isolated")
@@ -174,10 +174,10 @@ def test_targets_are_met_missed_or_a_dash() -> None:
 
 
 def test_failures_stand_together_with_their_reasons() -> None:
-    found = list(synthetic.records(cells(1, 4)))
+    found = list(synthetic.measurements(cells(1, 4)))
     found += [synthetic.failed(cell, split(16), "timeout", p) for cell in cells(1, 4) for p in (0, 1)]
     found += [
-        replace(r, status="unstable", reason="the clock stayed low") for r in synthetic.records(cells(16), [STOCK])
+        replace(r, status="unstable", reason="the clock stayed low") for r in synthetic.measurements(cells(16), [STOCK])
     ]
     table = rows(section(page(found), "failures"))[1:]
     assert [(row[0], row[1], row[3], row[4]) for row in table] == [
@@ -185,7 +185,7 @@ def test_failures_stand_together_with_their_reasons() -> None:
         ("unstable", "stock", "the clock stayed low", "3"),
     ]
     assert "decode heads=12 requests=1 tokens=1; decode heads=12 requests=4 tokens=1" in table[0][6]
-    assert "Every record is ok" in page(list(synthetic.records(cells(1))))
+    assert "Every record is ok" in page(list(synthetic.measurements(cells(1))))
 
 
 def test_verification_is_of_the_binaries_that_were_measured() -> None:
@@ -195,7 +195,7 @@ def test_verification_is_of_the_binaries_that_were_measured() -> None:
             "KdaWide": {"passed": 2, "failed": ["one"], "unsupported": 0, "binaries": ["KdaWide"]},
         }
     }
-    found = list(synthetic.records(cells(1)))
+    found = list(synthetic.measurements(cells(1)))
     table = rows(section(page(found, verified=verified), "measured"))
     assert ["stock", "3", "0", "1", "1 of 1"] in table
     assert ["KdaWide", "2", "1", "0", "-"] in table
@@ -207,7 +207,7 @@ def kdabench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     (tmp_path / "sweeps").mkdir()
     (tmp_path / "sweeps" / "dispatch.toml").write_text(SWEEP)
     asked = inputs.load_sweep(tmp_path / "sweeps" / "dispatch.toml", 100).candidates
-    found = synthetic.records(cells(1, 4, 16), asked, processes=1)
+    found = synthetic.measurements(cells(1, 4, 16), asked, processes=1)
     measurements.dump(found, tmp_path / "results" / SLUG / "dispatch.jsonl")
     (tmp_path / "results" / SLUG / "env.json").write_text(json.dumps(synthetic.ENVS))
     monkeypatch.chdir(tmp_path)

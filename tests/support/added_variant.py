@@ -35,10 +35,10 @@ kind = "decode"
 heads = [12, 24]
 requests = [1, 16, 64, 256]
 
-[specs.KdaSplit]
+[options.KdaSplit]
 split = [1, 4]
 
-[specs.{ADDED}]
+[options.{ADDED}]
 evict = [false, true]
 """
 

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from kda_kernels.variants import split, wide
-from kdabench.data.measurements import Candidate, Cell, Record
+from kdabench.data.measurements import Candidate, Cell, Measurement
 from kdabench.data.sweep import Sweep
 from kdabench.measure import cell_bench, cuda_graphs, session, worker
 from kdabench.measure.contest import Plan
@@ -68,11 +68,11 @@ class Spec:
     pdl: bool = False
 
 
-def _unsupported(problem: Any, spec: Spec, gpu: Any) -> str | None:
-    return "planted elsewhere" if spec.requests not in (0, problem.requests) else None
+def _unsupported(problem: Any, options: Spec, gpu: Any) -> str | None:
+    return "planted elsewhere" if options.requests not in (0, problem.requests) else None
 
 
-def _compile(problem: Any, spec: Spec, gpu: Any) -> Any:
+def _compile(problem: Any, options: Spec, gpu: Any) -> Any:
     return SimpleNamespace(
         split=split.compile(problem, split.Spec(**SPLIT), gpu),
         wide=wide.compile(problem, wide.Spec(form="chunked" if problem.kind == "record" else "recurrence"), gpu),
@@ -168,13 +168,15 @@ def candidate(name: str, requests: int = 0) -> Candidate:
     return REAL.get(name) or Candidate.of(name, {"requests": requests})
 
 
-def sweep(cells: Iterable[Cell], candidates: Sequence[Candidate], out: Path, plan: Plan | None = None) -> list[Record]:
+def sweep(
+    cells: Iterable[Cell], candidates: Sequence[Candidate], out: Path, plan: Plan | None = None
+) -> list[Measurement]:
     """The records of a sweep in one process, by a real worker."""
     names = tuple(dict.fromkeys(c.variant for c in candidates))
     asked = Sweep(out / "planted.toml", "What becomes of faults?", names, 1, tuple(cells), tuple(candidates))
     done = session.run_sweep(asked, device="cuda:0", out=out, results=out, plan=plan, worker_main=serve)
     assert done.done == done.total
-    return done.records
+    return done.measurements
 
 
 def statuses(cell: Cell, names: Sequence[str], out: Path | None = None) -> dict[str, tuple[str, str | None]]:

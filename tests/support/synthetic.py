@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from kdabench.data import provenance
-from kdabench.data.measurements import Candidate, Cell, Record
+from kdabench.data.measurements import Candidate, Cell, Measurement
 
 ENV: dict[str, Any] = {
     "gpu": "SYNTHETIC ONE", "capability": "9.0", "sms": 100, "l2_bytes": 50_000_000, "mig": None,
@@ -32,7 +32,7 @@ def model_us(cell: Cell, candidate: Candidate) -> float:
     floor = cell.problem.floor_us()
     if candidate.variant == "stock":
         return 6.0 + floor * (1.3 if cell.kind == "decode" else 1.02)
-    splits, pdl = int(candidate.spec["split"]), bool(candidate.spec["pdl"])
+    splits, pdl = int(candidate.options["split"]), bool(candidate.options["pdl"])
     waves = cell.items * splits / 132
     return floor * (1.05 + 0.02 * splits) + 3.0 / splits + 0.1 * waves + (-0.2 if pdl else 0.0)
 
@@ -48,26 +48,28 @@ def cells(kinds: Sequence[str] = ("decode", "record", "spec")) -> list[Cell]:
     ]
 
 
-def record(cell: Cell, candidate: Candidate, samples: Sequence[float], process: int = 0, **changes: Any) -> Record:
-    plain = Record(
+def measurement(
+    cell: Cell, candidate: Candidate, samples: Sequence[float], process: int = 0, **changes: Any
+) -> Measurement:
+    plain = Measurement(
         cell, candidate, "ok", None, process, tuple(samples), tuple(range(len(samples))), (1980,) * len(samples),
         (False,) * len(samples), 10**9, cell.problem.bytes_moved, candidate.variant + "-0", next(iter(ENVS)),
     )  # fmt: skip
     return replace(plain, **changes)
 
 
-def failed(cell: Cell, candidate: Candidate, status: str = "fault", process: int = 0) -> Record:
-    return record(cell, candidate, (), process, status=status, reason=f"synthetic {status}")
+def failed(cell: Cell, candidate: Candidate, status: str = "fault", process: int = 0) -> Measurement:
+    return measurement(cell, candidate, (), process, status=status, reason=f"synthetic {status}")
 
 
-def records(
+def measurements(
     where: Sequence[Cell] | None = None, candidates: Sequence[Candidate] = CANDIDATES, noise: float = 0.003,
     processes: int = 3, seed: int = 0,
-) -> Iterator[Record]:  # fmt: skip
+) -> Iterator[Measurement]:  # fmt: skip
     rng = random.Random(seed)
     for cell in cells() if where is None else where:
         for candidate in candidates:
             for process in range(processes):
                 bias = rng.gauss(1, noise)
                 us = model_us(cell, candidate)
-                yield record(cell, candidate, [us * bias * rng.gauss(1, noise) for _ in range(5)], process)
+                yield measurement(cell, candidate, [us * bias * rng.gauss(1, noise) for _ in range(5)], process)

@@ -18,18 +18,20 @@ AXES = {"split": (1, 2, 4, 8), "threads": (128, 256), "staging": ("registers", "
 
 
 def space(axes: dict[str, tuple[int | str | bool, ...]] = AXES) -> Space:
-    specs = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
-    points = [Point(Candidate.of("KdaSplit", spec), spec) for spec in specs]
+    options = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
+    points = [Point(Candidate.of("KdaSplit", options), options) for options in options]
     return Space.of("KdaSplit", points, points[0])
 
 
 def planted_us(cell: Cell, candidate: Candidate) -> float:
     """Smooth in the options; the best split falls with the items."""
-    spec = candidate.spec
+    options = candidate.options
     best = 8 if cell.items < 50 else 4 if cell.items < 300 else 1
-    apart = abs(int(spec["split"]).bit_length() - best.bit_length())
-    slow = 1 + 0.12 * apart + 0.05 * (spec["threads"] == 256) * (best > 1) + 0.03 * (spec["staging"] == "registers")
-    slow += 0.04 * int(spec.get("gate_mode", 0)) + 0.02 * bool(spec.get("evict")) - 0.02 * bool(spec["pdl"])
+    apart = abs(int(options["split"]).bit_length() - best.bit_length())
+    slow = (
+        1 + 0.12 * apart + 0.05 * (options["threads"] == 256) * (best > 1) + 0.03 * (options["staging"] == "registers")
+    )
+    slow += 0.04 * int(options.get("gate_mode", 0)) + 0.02 * bool(options.get("evict")) - 0.02 * bool(options["pdl"])
     return cell.problem.floor_us() * slow
 
 

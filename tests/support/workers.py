@@ -52,11 +52,11 @@ class NoisyClock:
         pass
 
     def read(self, candidate: Candidate) -> Reading:
-        if candidate.spec["does"] == "nan":
+        if candidate.options["does"] == "nan":
             return Reading(float("nan"))
-        if candidate.spec["does"] == "hang in the rounds":
+        if candidate.options["does"] == "hang in the rounds":
             time.sleep(1000)
-        return Reading((5 - int(candidate.spec["split"]) / 10) * (1 + self.random.gauss(0, 0.001)), 1980, False)
+        return Reading((5 - int(candidate.options["split"]) / 10) * (1 + self.random.gauss(0, 0.001)), 1980, False)
 
 
 class UnpicklableError(Exception):
@@ -135,7 +135,7 @@ class Announcing(NoisyClock):
 
 
 def prepare(pipe: Connection, candidate: Candidate, company: int) -> bool:
-    does = str(candidate.spec["does"])
+    does = str(candidate.options["does"])
     if does == "abort in company" and company > 1:
         does = "abort"
     pipe.send(worker.Began("compile", candidate))

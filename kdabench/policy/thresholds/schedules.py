@@ -107,7 +107,7 @@ def table_of(grid: Grid, schedules: Mapping[Group, int], step: tuple[str, int]) 
     table: dict[int, dict[int, Options]] = {}
     for (kind, tokens, heads, requests), index in sorted(schedules.items()):
         if (kind, tokens) == step:
-            table.setdefault(heads, {})[requests] = with_pdl(grid.candidates[index].spec)
+            table.setdefault(heads, {})[requests] = with_pdl(grid.candidates[index].options)
     return table
 
 

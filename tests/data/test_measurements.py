@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kda_kernels.problem import CONV_LAYOUTS, STATE_DTYPES
 from kdabench.data import measurements, provenance
-from kdabench.data.measurements import CONTEXTS, INPUTS, STATUSES, Candidate, Cell, Record, RecordError
+from kdabench.data.measurements import CONTEXTS, INPUTS, STATUSES, Candidate, Cell, Measurement, MeasurementError
 from kdabench.data.provenance import ProvenanceError, ProvenanceWarning
 from support import synthetic
 
@@ -30,13 +30,13 @@ def cells(draw: st.DrawFn) -> Cell:
 
 
 @st.composite
-def any_records(draw: st.DrawFn) -> Record:
+def any_measurements(draw: st.DrawFn) -> Measurement:
     status = draw(st.sampled_from(STATUSES))
     sizes = {"ok": (1, 9), "unstable": (0, 9)}.get(status, (0, 0))
     samples = draw(st.lists(st.floats(0, 1e12, exclude_min=True), min_size=sizes[0], max_size=sizes[1]))
     count = len(samples)
     values = st.one_of(st.integers(), st.booleans(), st.text())
-    return Record(
+    return Measurement(
         cell=draw(cells()),
         candidate=Candidate.of(draw(st.text(min_size=1)), draw(st.dictionaries(st.text(), values, max_size=3))),
         status=status,
@@ -53,20 +53,20 @@ def any_records(draw: st.DrawFn) -> Record:
     )
 
 
-@given(any_records())
-def test_lines_round_trip(record: Record) -> None:
-    line = measurements.dumps([record])
-    assert line == measurements.canonical(record.to_json()) + "\n"
-    assert Record.from_json(measurements.parse_json(line, "here")) == record
-    assert measurements.dumps([Record.from_json(json.loads(line))]) == line
+@given(any_measurements())
+def test_lines_round_trip(measurement: Measurement) -> None:
+    line = measurements.dumps([measurement])
+    assert line == measurements.canonical(measurement.to_json()) + "\n"
+    assert Measurement.from_json(measurements.parse_json(line, "here")) == measurement
+    assert measurements.dumps([Measurement.from_json(json.loads(line))]) == line
 
 
-@given(st.lists(any_records(), max_size=5).flatmap(lambda rs: st.tuples(st.just(rs), st.permutations(rs))))
-def test_the_order_of_records_does_not_show(pair: tuple[list[Record], list[Record]]) -> None:
+@given(st.lists(any_measurements(), max_size=5).flatmap(lambda rs: st.tuples(st.just(rs), st.permutations(rs))))
+def test_the_order_of_records_does_not_show(pair: tuple[list[Measurement], list[Measurement]]) -> None:
     assert measurements.dumps(pair[0]) == measurements.dumps(pair[1])
 
 
-GOOD = synthetic.record(CELL, synthetic.STOCK, [5.0, 5.1]).to_json()
+GOOD = synthetic.measurement(CELL, synthetic.STOCK, [5.0, 5.1]).to_json()
 BAD: list[tuple[str, Any, str]] = [
     ("schema", 1, "schema: 1: this version reads 2"),
     ("schema", True, "schema: True"),
@@ -111,8 +111,8 @@ BAD: list[tuple[str, Any, str]] = [
 
 @pytest.mark.parametrize(("key", "value", "message"), BAD, ids=[b[2] for b in BAD])
 def test_bad_records_are_refused(key: str, value: Any, message: str) -> None:
-    with pytest.raises(RecordError) as caught:
-        Record.from_json(GOOD | {key: value}, "a.jsonl:7")
+    with pytest.raises(MeasurementError) as caught:
+        Measurement.from_json(GOOD | {key: value}, "a.jsonl:7")
     assert str(caught.value).startswith("a.jsonl:7: ")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -120,54 +120,54 @@ def test_bad_records_are_refused(key: str, value: Any, message: str) -> None:
 
 @pytest.mark.parametrize("key", sorted(GOOD))
 def test_missing_keys_are_refused(key: str) -> None:
-    with pytest.raises(RecordError, match=f"keys: .'{key}'.: missing"):
-        Record.from_json({k: v for k, v in GOOD.items() if k != key})
+    with pytest.raises(MeasurementError, match=f"keys: .'{key}'.: missing"):
+        Measurement.from_json({k: v for k, v in GOOD.items() if k != key})
 
 
 @pytest.mark.parametrize("text", ["NaN", "[Infinity]", '{"a": 1, "a": 2}', "", "{", "[" * 100_000, "1e", "9" * 5000])
 def test_lax_json_is_refused(text: str) -> None:
-    with pytest.raises(RecordError, match=r"^here: not strict JSON"):
+    with pytest.raises(MeasurementError, match=r"^here: not strict JSON"):
         measurements.parse_json(text, "here")
 
 
-def write(folder: Path, found: list[Record], envs: dict[str, dict[str, Any]], stem: str = "dispatch") -> Path:
+def write(folder: Path, found: list[Measurement], envs: dict[str, dict[str, Any]], stem: str = "dispatch") -> Path:
     measurements.dump(found, folder / f"{stem}.jsonl")
     (folder / "env.json").write_text(json.dumps(envs))
     return folder / f"{stem}.jsonl"
 
 
 def test_load(tmp_path: Path) -> None:
-    found = list(synthetic.records(synthetic.cells(["decode"])))
+    found = list(synthetic.measurements(synthetic.cells(["decode"])))
     path = write(tmp_path, found[::-1], synthetic.ENVS)
-    assert measurements.load([path]) == sorted(found, key=measurements.record_order)
+    assert measurements.load([path]) == sorted(found, key=measurements.measurement_order)
     assert not list(tmp_path.glob(".*"))
 
 
 @pytest.mark.parametrize("cut", [1, 50, -2])
 def test_a_damaged_line_is_named(tmp_path: Path, cut: int) -> None:
-    path = write(tmp_path, list(synthetic.records([CELL])), synthetic.ENVS)
+    path = write(tmp_path, list(synthetic.measurements([CELL])), synthetic.ENVS)
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:3], lines[3][:cut], *lines[4:]]) + "\n")
-    with pytest.raises(RecordError, match=r"dispatch\.jsonl:4: "):
+    with pytest.raises(MeasurementError, match=r"dispatch\.jsonl:4: "):
         measurements.load([path])
 
 
 def test_what_load_refuses(tmp_path: Path) -> None:
-    one = synthetic.record(CELL, synthetic.STOCK, [5.0])
+    one = synthetic.measurement(CELL, synthetic.STOCK, [5.0])
     path = write(tmp_path, [one, one], synthetic.ENVS)
-    with pytest.raises(RecordError, match=r"jsonl:2: stock\(pdl=False\), process 0.*is there twice"):
+    with pytest.raises(MeasurementError, match=r"jsonl:2: stock\(pdl=False\), process 0.*is there twice"):
         measurements.load([path])
     write(tmp_path, [one], {})
-    with pytest.raises(RecordError, match=r"not in the env\.json beside it"):
+    with pytest.raises(MeasurementError, match=r"not in the env\.json beside it"):
         measurements.load([path])
     write(tmp_path, [one], {next(iter(synthetic.ENVS)): synthetic.ENV | {"driver": "altered"}})
-    with pytest.raises(RecordError, match="an environment with this digest"):
+    with pytest.raises(MeasurementError, match="an environment with this digest"):
         measurements.load([path])
-    with pytest.raises(RecordError, match=r"none\.jsonl: cannot be read: No such file"):
+    with pytest.raises(MeasurementError, match=r"none\.jsonl: cannot be read: No such file"):
         measurements.load([tmp_path / "none.jsonl"])
-    other = synthetic.record(CELL, synthetic.STOCK, [5.0], 1, code="other-0")
+    other = synthetic.measurement(CELL, synthetic.STOCK, [5.0], 1, code="other-0")
     write(tmp_path, [one, other], synthetic.ENVS)
-    with pytest.raises(RecordError, match=r"binary of stock\(pdl=False\), .*: stock and other: such"):
+    with pytest.raises(MeasurementError, match=r"binary of stock\(pdl=False\), .*: stock and other: such"):
         measurements.load([path])
 
 
@@ -175,13 +175,13 @@ def test_what_load_refuses(tmp_path: Path) -> None:
 def test_each_altered_field(tmp_path: Path, field: str) -> None:
     other = synthetic.ENV | {field: "altered"}
     envs = synthetic.ENVS | {provenance.digest(other): other}
-    here, there = (synthetic.record(CELL, synthetic.STOCK, [5.0], i, env=digest) for i, digest in enumerate(envs))
+    here, there = (synthetic.measurement(CELL, synthetic.STOCK, [5.0], i, env=digest) for i, digest in enumerate(envs))
     path = write(tmp_path, [here, there], envs)
     kind = provenance.FIELDS.get(field, "soft")
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         if kind == "hard":
-            with pytest.raises(RecordError, match=f"{field}: .*altered.* must not be mixed"):
+            with pytest.raises(MeasurementError, match=f"{field}: .*altered.* must not be mixed"):
                 measurements.load([path])
             with pytest.raises(ProvenanceError):
                 provenance.check_mix([synthetic.ENV, other])

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kdabench.data.measurements import Candidate, Cell, Record
+from kdabench.data.measurements import Candidate, Cell, Measurement
 from kdabench.policy import emit, fit, regret, rows
 from kdabench.policy.regret import TIE, Grid
 from kdabench.policy.thresholds import ladder
 from support import synthetic
-from support.synthetic import STOCK, record, split
+from support.synthetic import STOCK, measurement, split
 
 SMS = synthetic.ENV["sms"]
 WIDE = Candidate.of("KdaWide", {"form": "chunked"})
@@ -26,7 +26,7 @@ CANDIDATES = (split(1), split(2), WIDE)
 def grid_of(us: dict[tuple[int, int], Sequence[float]], tokens: int = 4) -> Grid:
     """Record cells: (heads, requests) -> microseconds of CANDIDATES; 0 is no time."""
     return regret.make_grid(
-        record(Cell("record", requests, heads, tokens), candidate, [time])
+        measurement(Cell("record", requests, heads, tokens), candidate, [time])
         for (heads, requests), times in us.items()
         for candidate, time in zip(CANDIDATES, times, strict=True)
         if time
@@ -117,7 +117,7 @@ def test_a_row_without_cells_is_taken_from_those_near_it() -> None:
     few, many = (1.2, 9.0, 1.0), (1.0, 9.0, 1.2)
     cells = [(heads, 4, few if heads < 20 else many) for heads in (8, 12, 48, 64)] + [(10, 8, few), (56, 8, few)]
     grid = regret.make_grid(
-        record(Cell("record", requests, heads, tokens), candidate, [us])
+        measurement(Cell("record", requests, heads, tokens), candidate, [us])
         for heads, tokens, times in cells
         for requests in (1, 2, 4)
         for candidate, us in zip(CANDIDATES, times, strict=True)
@@ -128,7 +128,7 @@ def test_a_row_without_cells_is_taken_from_those_near_it() -> None:
 
 def test_a_variant_without_a_time_is_not_picked() -> None:
     grid = grid_of({(12, 1): (0, 2, 3), (12, 2): (1, 0, 3), (12, 4): (0, 0, 3), (12, 8): (0, 0, 0)})
-    found, evidence = fit.fit(records_of(grid), synthetic.ENVS, resamples=0)
+    found, evidence = fit.fit(measurements_of(grid), synthetic.ENVS, resamples=0)
     module = emit.load(emit.emit(found))
     assert [module.choose(12, r, 4, "record").variant for r in (1, 2, 4, 8)] == [
         "KdaSplit",
@@ -138,9 +138,9 @@ def test_a_variant_without_a_time_is_not_picked() -> None:
     assert evidence.uncovered == ()
 
 
-def records_of(grid: Grid) -> list[Record]:
+def measurements_of(grid: Grid) -> list[Measurement]:
     return [
-        record(cell, candidate, [us])
+        measurement(cell, candidate, [us])
         for cell, row in zip(grid.cells, grid.process_us[:, :, 0], strict=True)
         for candidate, us in zip(grid.candidates, row.tolist(), strict=True)
         if not math.isnan(us)
@@ -149,7 +149,7 @@ def records_of(grid: Grid) -> list[Record]:
 
 def test_unmeasured_keys_take_the_nearest_row() -> None:
     grid = grid_of({(12, 1): (1, 2, 2), (12, 8): (2, 2, 1), (96, 1): (2, 1, 3)})
-    module = emit.load(emit.emit(fit.fit(records_of(grid), synthetic.ENVS, resamples=0)[0]))
+    module = emit.load(emit.emit(fit.fit(measurements_of(grid), synthetic.ENVS, resamples=0)[0]))
 
     def splits(*key: int) -> list[object]:
         return [choice.options.get("split") for choice in module.ranked(*key, "record")]
@@ -171,7 +171,7 @@ def test_what_cannot_stream_takes_what_a_row_says_before() -> None:
     streaming = Candidate.of("KdaWS", {})
     us = {1: (1.0, 2.0, 3.0), 8: (2.0, 1.0, 3.0), 64: (3.0, 2.0, 1.0)}
     rows = [
-        record(Cell("record", r, 12, 4), c, [time])
+        measurement(Cell("record", r, 12, 4), c, [time])
         for r, times in us.items()
         for c, time in zip((split(1), WIDE, streaming), times, strict=True)
     ]
@@ -187,7 +187,7 @@ def test_unsettled_cells() -> None:
     """Two variants a hair apart, one process in three the other way: open. Far apart: settled."""
     close = [(1.0, 1.02), (1.0, 1.02), (1.02, 1.0)]
     rows = [
-        record(Cell("decode", requests, 12), candidate, [us], process)
+        measurement(Cell("decode", requests, 12), candidate, [us], process)
         for requests, times in ((1, close), (64, [(1.0, 2.0)] * 3))
         for process, pair in enumerate(times)
         for candidate, us in zip((split(1), STOCK), pair, strict=True)
@@ -200,7 +200,7 @@ def test_unsettled_cells() -> None:
 
 
 def test_weights_do_not_move_rows() -> None:
-    rows = list(synthetic.records())
+    rows = list(synthetic.measurements())
     plain, weighed = (fit.fit(rows, synthetic.ENVS, resamples=0, weights=w)[0] for w in (None, {256: 9.0}))
     assert plain.choices == weighed.choices
     assert replace(plain, origin=weighed.origin).choices

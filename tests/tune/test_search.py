@@ -24,7 +24,7 @@ from kda_kernels import variants
 from kdabench import cli
 from kdabench.cli import inputs
 from kdabench.data import measurements, sweep
-from kdabench.data.measurements import Candidate, Cell, Record
+from kdabench.data.measurements import Candidate, Cell, Measurement
 from kdabench.measure.contest import Contest, Plan
 from kdabench.review import search_plot
 from kdabench.tune import search
@@ -51,9 +51,9 @@ def finished(storage: Any) -> list[tuple[Any, ...]]:
 
 
 def test_a_space_is_its_points_not_their_box() -> None:
-    specs = [{"split": 1, "staging": "shared"}, {"split": 2}, {"split": 8}, {"split": 8}]
-    full = [{"staging": "registers", "gate_mode": 0, **spec} for spec in specs]
-    found = Space.of("KdaSplit", [Point(Candidate.of("KdaSplit", s), o) for s, o in zip(specs, full, strict=True)])
+    options = [{"split": 1, "staging": "shared"}, {"split": 2}, {"split": 8}, {"split": 8}]
+    full = [{"staging": "registers", "gate_mode": 0, **options} for options in options]
+    found = Space.of("KdaSplit", [Point(Candidate.of("KdaSplit", s), o) for s, o in zip(options, full, strict=True)])
     assert len(found.points) == 3
     assert found.values == {"split": [1, 2, 8], "staging": ["registers", "shared"]}
     assert isinstance(found.distributions["split"], optuna.distributions.IntDistribution)
@@ -130,7 +130,9 @@ def test_a_quarter_of_a_grid_is_enough_for_tpe(seed: int) -> None:
 
 def recorded_tasks(bench: RecordedBench, cells: Sequence[Cell], variant: str) -> list[search.Task]:
     return [
-        search.Task(cell, Space.of(variant, [Point(c, c.spec) for c in bench.recorded(cell) if c.variant == variant]))
+        search.Task(
+            cell, Space.of(variant, [Point(c, c.options) for c in bench.recorded(cell) if c.variant == variant])
+        )
         for cell in cells
     ]
 
@@ -140,7 +142,7 @@ def test_a_quarter_of_the_recorded_grid_is_enough(sampler: Any) -> None:
     """Decodes of the H200, 168 candidates in each: within 1 % of the exhaustive best, with each of five seeds."""
     path = ROOT / "results" / "nvidia-h200" / "grid.jsonl"
     lines = [line for line in path.read_text().splitlines() if '"decode"' in line and '"KdaSplit"' in line]
-    bench = RecordedBench([Record.from_json(json.loads(line)) for line in lines])
+    bench = RecordedBench([Measurement.from_json(json.loads(line)) for line in lines])
     tasks = recorded_tasks(bench, bench.cells, "KdaSplit")
     assert [len(t.space.points) for t in tasks] == [168] * 6
     best = [min(us for p in t.space.points if (us := bench.time_us(t.cell, p.candidate))) for t in tasks]
@@ -164,8 +166,8 @@ class Scripted:
         pass
 
     def heat(self, cell: Cell, candidates: Sequence[Candidate], plan: Plan, process: int = 0) -> Heat:
-        split = int(candidates[0].spec["split"])
-        self.pairs.append((split, int(candidates[1].spec["split"]) if len(candidates) > 1 else None))
+        split = int(candidates[0].options["split"])
+        self.pairs.append((split, int(candidates[1].options["split"]) if len(candidates) > 1 else None))
         heat = Heat(Contest({}, {}, {}))
         for n, c in enumerate(candidates):
             heat.contest.samples[c] = [planted_us(cell, c) * (1 + 0.01 * len(self.pairs) * (n + 1) / (n + 1))] * 3
@@ -192,7 +194,7 @@ def test_what_failed_has_no_value_and_what_was_pruned_its_first_round() -> None:
     assert outcome.trials[3].intermediate_values.keys() == {0}
     assert bench.pairs[:4] == [(1, None), (2, None), (4, 2), (8, 4)]
     assert outcome.verdict is not None
-    assert outcome.verdict.winner.spec["split"] == 4
+    assert outcome.verdict.winner.options["split"] == 4
 
 
 def test_drift_between_trials_cancels() -> None:
@@ -210,7 +212,7 @@ def test_the_best_are_measured_again_against_the_default() -> None:
     outcome = search.run([SPLITS], PlantedBench(), InMemoryStorage(), search.Options(10, "exhaustive")).outcomes[0]
     verdict = outcome.verdict
     assert verdict is not None
-    assert (verdict.winner.spec["split"], verdict.verdict) == (4, "faster")
+    assert (verdict.winner.options["split"], verdict.verdict) == (4, "faster")
     one, four = (planted_us(CELL, SPLITS.space.points[n].candidate) for n in (0, 2))
     assert verdict.gain == pytest.approx(math.log(one / four))
 
@@ -305,9 +307,9 @@ def test_one_search_at_a_time(tmp_path: Path) -> None:
 
 def test_a_heat_on_records() -> None:
     slow, fast, broken, refused = (synthetic.split(s) for s in (1, 4, 2, 8))
-    made: list[Record] = [
-        *(synthetic.record(CELL, slow, [8.0] * 5, p) for p in range(2)),
-        *(synthetic.record(CELL, fast, [5.0, 4.9, 5.1, 5.0, 5.0], p) for p in range(2)),
+    made: list[Measurement] = [
+        *(synthetic.measurement(CELL, slow, [8.0] * 5, p) for p in range(2)),
+        *(synthetic.measurement(CELL, fast, [5.0, 4.9, 5.1, 5.0, 5.0], p) for p in range(2)),
         synthetic.failed(CELL, broken, "wrong"),
         synthetic.failed(CELL, refused, "unsupported"),
     ]
@@ -343,7 +345,7 @@ kind = "decode"
 heads = [12, 96]
 requests = [1, 16, 256]
 
-[specs.KdaSplit]
+[options.KdaSplit]
 split = [1, 2, 4, 8]
 pdl = [false, true]
 """
@@ -355,7 +357,7 @@ def kdabench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     (tmp_path / "made-up.toml").write_text(SWEEP)
     plan = inputs.load_sweep(tmp_path / "made-up.toml", 100)
     folder = tmp_path / "results" / "synthetic-one"
-    measurements.dump(synthetic.records(plan.cells, plan.candidates, processes=3), folder / "made-up.jsonl")
+    measurements.dump(synthetic.measurements(plan.cells, plan.candidates, processes=3), folder / "made-up.jsonl")
     (folder / "env.json").write_text(json.dumps(synthetic.ENVS))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("kdabench.measure.session._gpu_count", lambda: 0)
@@ -376,7 +378,7 @@ def test_tune_on_recorded_samples(kdabench: Any) -> None:
     assert "30 trials simulated on recorded samples, in out/made-up.replay.tune.db" in out
     assert Path("out/made-up.replay.tune.best.svg").stat().st_size > 1000
     assert Path("out/made-up.replay.tune.importance.png").stat().st_size > 1000
-    again = sweep.load(Path("out/made-up.replay.tuned.toml"), inputs.known_specs())
+    again = sweep.load(Path("out/made-up.replay.tuned.toml"), inputs.known_options())
     assert Candidate.of("KdaSplit", {}) in again.candidates
     assert "replay" in again.question
 

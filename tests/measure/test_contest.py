@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from kdabench.data.measurements import Candidate, Cell, Record
+from kdabench.data.measurements import Candidate, Cell, Measurement
 from kdabench.measure.clock import Reading, ReplayedClock
 from kdabench.measure.contest import Plan, log_ratio_interval, run_contest, student, twin_verdict, twins
 
@@ -100,15 +100,15 @@ def test_an_interrupted_contest_goes_on_where_it_stopped() -> None:
 def test_a_resumed_contest_decides_as_an_uninterrupted_one() -> None:
     candidates = [FAST, SLOW, TWIN]
     truth = {FAST: 5.0, SLOW: 5.2, TWIN: 5.01}
-    records = [_record(c, _samples(truth[c])) for c in candidates]
+    measurements = [_record(c, _samples(truth[c])) for c in candidates]
     plan = Plan(min_rounds=4, max_rounds=20, seconds=60)
-    whole = run_contest(candidates, ReplayedClock(records), plan)
+    whole = run_contest(candidates, ReplayedClock(measurements), plan)
     for cut in range(1, 12):
         history = {
             c: [(r, Reading(us)) for r, us in zip(whole.rounds[c], whole.samples[c], strict=True) if r < cut]
             for c in candidates
         }
-        again = run_contest(candidates, ReplayedClock(records), plan, history=history, first_round=cut)
+        again = run_contest(candidates, ReplayedClock(measurements), plan, history=history, first_round=cut)
         assert (again.samples, again.left) == (whole.samples, whole.left)
 
 
@@ -135,9 +135,9 @@ def test_equal_candidates_rarely_get_a_verdict() -> None:
     assert false_alarms <= 1
 
 
-def _record(candidate: Candidate, samples: Sequence[float], rounds: Sequence[int] | None = None) -> Record:
+def _record(candidate: Candidate, samples: Sequence[float], rounds: Sequence[int] | None = None) -> Measurement:
     n = len(samples)
-    return Record(
+    return Measurement(
         Cell("decode", 1, 12),
         candidate,
         "ok",
@@ -155,8 +155,8 @@ def _record(candidate: Candidate, samples: Sequence[float], rounds: Sequence[int
 
 
 def test_replay_gives_recorded_samples_back_and_ends_with_them() -> None:
-    records = [_record(FAST, [5.0, 5.1, 5.0]), _record(TWIN, [5.0, 5.0])]
-    contest = run_contest([FAST, TWIN], ReplayedClock(records), Plan(min_rounds=5))
+    measurements = [_record(FAST, [5.0, 5.1, 5.0]), _record(TWIN, [5.0, 5.0])]
+    contest = run_contest([FAST, TWIN], ReplayedClock(measurements), Plan(min_rounds=5))
     assert contest.samples == {FAST: [5.0, 5.1, 5.0], TWIN: [5.0, 5.0]}
     assert "no recorded sample of round 2" in contest.left[TWIN]
 
@@ -167,15 +167,15 @@ def test_the_best_of_the_first_round_is_measured_twice() -> None:
     assert contest.sentinel == FAST
     assert [order.count(FAST) for order in clock.order] == [1, 2, 2, 2, 2, 2]
     assert all(order.count(c) == 1 for order in clock.order for c in (SLOW, TWIN))
-    record = _record(FAST, contest.samples[FAST], contest.rounds[FAST])
-    pairs = twins(record)
+    measurement = _record(FAST, contest.samples[FAST], contest.rounds[FAST])
+    pairs = twins(measurement)
     assert [us for pair in pairs for us in pair] == contest.samples[FAST][1:]
     assert twin_verdict(pairs, Plan()) == "same"
     assert twin_verdict([(5.0, 5.2 + i / 1000) for i in range(6)], Plan()) == "slower"
     assert twin_verdict([(5.2 + i / 1000, 5.0) for i in range(6)], Plan()) == "faster"
     assert twin_verdict(pairs[:3], Plan()) is None
-    records = [_record(c, contest.samples[c], contest.rounds[c]) for c in contest.samples]
-    again = run_contest([FAST, SLOW, TWIN], ReplayedClock(records), Plan(min_rounds=6, max_rounds=6, seconds=60))
+    measurements = [_record(c, contest.samples[c], contest.rounds[c]) for c in contest.samples]
+    again = run_contest([FAST, SLOW, TWIN], ReplayedClock(measurements), Plan(min_rounds=6, max_rounds=6, seconds=60))
     assert again.samples == contest.samples
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from kdabench.data.measurements import Candidate, Cell, Record
+from kdabench.data.measurements import Candidate, Cell, Measurement
 from kdabench.policy import emit, fit, replay_or_flush
 from kdabench.policy.constants import Policy
 from kdabench.policy.regret import FLUSH, NOWHERE, Evidence
 from support import synthetic
-from support.synthetic import STOCK, failed, record, split
+from support.synthetic import STOCK, failed, measurement, split
 
 FUSED = {s: Candidate.of("KdaFused", {"split": s}) for s in (1, 4)}
 FUSED_WS = Candidate.of("KdaFusedWS", {})
@@ -34,19 +34,19 @@ def rows_of(
     flush_us: Callable[[Cell], float],
     heads: Sequence[int] = (12, 96),
     requests: Sequence[int] = (1, 4, 16, 64, 256),
-) -> list[Record]:
+) -> list[Measurement]:
     """Records that take 5 us each, replays of the same steps, and flushes of 69 layers, flush_us a layer."""
     rows = []
     for h, r in itertools.product(heads, requests):
-        rows.append(record(Cell("record", r, h, 4), split(1), [5.0]))
+        rows.append(measurement(Cell("record", r, h, 4), split(1), [5.0]))
         cell = replay_cell(r, h)
-        rows += [record(cell, c, [replay_us(cell, c)]) for c in (*FUSED.values(), FUSED_WS)]
+        rows += [measurement(cell, c, [replay_us(cell, c)]) for c in (*FUSED.values(), FUSED_WS)]
         flushed = flush_cell(r, h)
-        rows.append(record(flushed, COMMIT, [flush_us(flushed) * 69]))
+        rows.append(measurement(flushed, COMMIT, [flush_us(flushed) * 69]))
     return rows
 
 
-def run(rows: Sequence[Record]) -> tuple[Policy, Evidence]:
+def run(rows: Sequence[Measurement]) -> tuple[Policy, Evidence]:
     return fit.fit(rows, synthetic.ENVS, resamples=0)
 
 
@@ -125,8 +125,8 @@ def test_without_flushes_what_was_measured_replays() -> None:
 
 
 def flushes(*points: tuple[Cell, float]) -> Any:
-    grid = fit.step_grid([record(replay_cell(1, 12), FUSED[1], [5.0])])
-    return replay_or_flush._FlushTimes.of([record(cell, COMMIT, [us]) for cell, us in points], grid).us
+    grid = fit.step_grid([measurement(replay_cell(1, 12), FUSED[1], [5.0])])
+    return replay_or_flush._FlushTimes.of([measurement(cell, COMMIT, [us]) for cell, us in points], grid).us
 
 
 def test_a_layers_share_of_the_launch_with_most_layers() -> None:
@@ -154,14 +154,17 @@ def test_other_flushes_do_not_count() -> None:
         flush_cell(1, 12, inputs="generic"),
     ]
     assert math.isnan(flushes(*((cell, 69.0) for cell in other))(12, 4))
-    grid = fit.step_grid([record(replay_cell(1, 12), FUSED[1], [5.0])])
-    broken = [record(flush_cell(1, 12), COMMIT, [69.0]), failed(flush_cell(1, 12), COMMIT, "wrong", 1)]
+    grid = fit.step_grid([measurement(replay_cell(1, 12), FUSED[1], [5.0])])
+    broken = [measurement(flush_cell(1, 12), COMMIT, [69.0]), failed(flush_cell(1, 12), COMMIT, "wrong", 1)]
     assert math.isnan(replay_or_flush._FlushTimes.of(broken, grid).us(12, 4))
 
 
 def test_only_mixed_pending_tokens_are_fitted() -> None:
-    rows = [record(replay_cell(1, 12), FUSED[1], [5.0]), record(replay_cell(1, 12, pending=0), FUSED[4], [1.0])]
-    grid = fit.step_grid([*rows, record(Cell("record", 1, 12, 4), STOCK, [5.0])])
+    rows = [
+        measurement(replay_cell(1, 12), FUSED[1], [5.0]),
+        measurement(replay_cell(1, 12, pending=0), FUSED[4], [1.0]),
+    ]
+    grid = fit.step_grid([*rows, measurement(Cell("record", 1, 12, 4), STOCK, [5.0])])
     assert [cell.pending for cell in grid.cells] == [None, "mix"]
     assert [c.variant for c in grid.candidates] == ["KdaFused", "stock", FLUSH]
     assert NOWHERE not in grid.of(FLUSH)
@@ -171,7 +174,9 @@ def test_the_plain_form_names_one_set_of_options_for_all_splits() -> None:
     """Each split is fastest with another source; together the registers are."""
     sources = {Candidate.of("KdaFused", {"split": s, "source": w}): (s, w) for s in (1, 4) for w in ("a", "b")}
     us = {(1, "a"): (3.0, 1.0), (4, "a"): (1.1, 9.0), (4, "b"): (1.0, 9.0), (1, "b"): (3.0, 8.0)}
-    rows = [record(replay_cell(r, 12), c, [us[key][i]]) for i, r in enumerate((1, 64)) for c, key in sources.items()]
+    rows = [
+        measurement(replay_cell(r, 12), c, [us[key][i]]) for i, r in enumerate((1, 64)) for c, key in sources.items()
+    ]
     found, evidence = run(rows)
     assert found.step_options["KdaFused"] == {("replay", 4): {"pdl": False, "source": "a"}}
     assert list(found.fused_split.values()) == [4, 1]

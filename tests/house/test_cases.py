@@ -29,7 +29,7 @@ import typer
 
 from kdabench.cli import console, data, evidence, measuring
 from kdabench.data import devices, measurements, provenance
-from kdabench.data.measurements import Candidate, Cell, Record, RecordError, l2_state
+from kdabench.data.measurements import Candidate, Cell, Measurement, MeasurementError, l2_state
 from kdabench.data.provenance import ProvenanceWarning
 from kdabench.measure import session, worker_process
 from kdabench.measure.clock import Reading, ReplayedClock, rotation
@@ -65,11 +65,11 @@ class FixedClock:
         return self.reading(candidate, self.index)
 
 
-def fitted(rows: Sequence[Record]) -> tuple[Any, Any]:
+def fitted(rows: Sequence[Measurement]) -> tuple[Any, Any]:
     return fit.fit(rows, synthetic.ENVS, resamples=0)
 
 
-def write(folder: Path, found: Sequence[Record], envs: dict[str, dict[str, Any]] = synthetic.ENVS) -> Path:
+def write(folder: Path, found: Sequence[Measurement], envs: dict[str, dict[str, Any]] = synthetic.ENVS) -> Path:
     measurements.dump(found, folder / "dispatch.jsonl")
     (folder / "env.json").write_text(json.dumps(envs))
     return folder / "dispatch.jsonl"
@@ -93,11 +93,13 @@ def test_case_01_small_cells_are_cold_by_their_bytes(heads: int, context: Any) -
 
 
 def test_case_01_cold_and_warm_are_not_mixed(tmp_path: Path) -> None:
-    rows = [synthetic.record(replace(CELL, l2=l2), STOCK, [5.0]) for l2 in ("cold", "warm")]
+    rows = [synthetic.measurement(replace(CELL, l2=l2), STOCK, [5.0]) for l2 in ("cold", "warm")]
     with pytest.raises(regret.FitError, match="l2: cold, warm"):
         fitted(rows)
-    path = write(tmp_path, [synthetic.record(CELL, STOCK, [5.0], unique_bytes=10**8)])
-    with pytest.raises(RecordError, match=r"unique_bytes: 100000000: below 3 x the L2 of 50000000 bytes is not cold"):
+    path = write(tmp_path, [synthetic.measurement(CELL, STOCK, [5.0], unique_bytes=10**8)])
+    with pytest.raises(
+        MeasurementError, match=r"unique_bytes: 100000000: below 3 x the L2 of 50000000 bytes is not cold"
+    ):
         measurements.load([path])
 
 
@@ -132,7 +134,7 @@ def test_case_03_faster_than_memory_cannot_win() -> None:
     assert "is below" in str(cell_bench.below_floor(CELL, 0.9 * floor_us, peak))
     assert cell_bench.below_floor(CELL, 1.1 * floor_us, peak) is None
     assert cell_bench.below_floor(replace(CELL, l2="warm"), 0.5 * floor_us, peak) is None
-    rows = [synthetic.record(CELL, STOCK, [5.0]), synthetic.failed(CELL, split(1), "implausible")]
+    rows = [synthetic.measurement(CELL, STOCK, [5.0]), synthetic.failed(CELL, split(1), "implausible")]
     policy, found = fitted(rows)
     assert emit.load(emit.emit(policy)).choose(12, 4, 1, "decode").variant == "stock"
     assert found.statuses == {"implausible": 1, "ok": 1}
@@ -141,7 +143,7 @@ def test_case_03_faster_than_memory_cannot_win() -> None:
 def test_case_04_a_winner_of_one_gate_distribution_that_loses_at_another_is_reported() -> None:
     rows = []
     for inputs, us in (("model", {STOCK: 7.0, split(1): 5.0}), ("generic", {STOCK: 5.0, split(1): 7.0})):
-        rows += [synthetic.record(replace(CELL, inputs=inputs), c, [t]) for c, t in us.items()]  # type: ignore[arg-type]
+        rows += [synthetic.measurement(replace(CELL, inputs=inputs), c, [t]) for c, t in us.items()]  # type: ignore[arg-type]
     policy, found = fitted(rows)
     assert found.flips == ((CELL, pytest.approx(0.4)),)
     assert "generic inputs, by up to 40.0 %" in evidence.text(policy, found)
@@ -162,26 +164,26 @@ def test_case_05_impossible_samples_never_win(time_us: float, tmp_path: Path) ->
     assert {c for c, _ in kept} == {GOOD}
     with Journal.open(tmp_path / "a.db", "sha256:0", "?") as journal, pytest.raises(ValueError, match="finite and > 0"):
         journal.add_round(CELL, 0, 0, [(GOOD, time_us, None, None)])
-    line = synthetic.record(CELL, STOCK, [5.0]).to_json() | {"samples_us": [time_us], "rounds": [0]}
-    with pytest.raises(RecordError, match="samples_us"):
-        Record.from_json(line | {"sm_clock_mhz": [None], "throttled": [None]})
+    line = synthetic.measurement(CELL, STOCK, [5.0]).to_json() | {"samples_us": [time_us], "rounds": [0]}
+    with pytest.raises(MeasurementError, match="samples_us"):
+        Measurement.from_json(line | {"sm_clock_mhz": [None], "throttled": [None]})
     if not math.isfinite(time_us):
         with pytest.raises(ValueError, match="JSON compliant"):
             measurements.canonical(line)
 
 
 def test_case_05_empty_single_and_failed(tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match="status ok needs a time"):
-        Record.from_json(synthetic.record(CELL, STOCK, []).to_json())
-    rows = [synthetic.record(CELL, STOCK, [5.0]), synthetic.failed(CELL, split(1))]
+    with pytest.raises(MeasurementError, match="status ok needs a time"):
+        Measurement.from_json(synthetic.measurement(CELL, STOCK, []).to_json())
+    rows = [synthetic.measurement(CELL, STOCK, [5.0]), synthetic.failed(CELL, split(1))]
     module = emit.load(emit.emit(fitted(rows)[0]))
     assert module.choose(12, 4, 1, "decode").variant == "stock"
     sweep = workers.make_sweep(tmp_path, (candidate(1, "nan"), candidate(2, "wrong")))
     summary = workers.run(sweep, tmp_path)
     assert summary.without_winner == sweep.cells
-    assert {r.candidate.spec["split"]: (r.status, r.reason) for r in summary.records} == {
+    assert {r.candidate.options["split"]: (r.status, r.reason) for r in summary.measurements} == {
         1: ("unstable", "impossible sample: nan us"), 2: ("wrong", "made up: wrong")}  # fmt: skip
-    assert "NaN" not in measurements.dumps(summary.records)
+    assert "NaN" not in measurements.dumps(summary.measurements)
     with pytest.raises(typer.Exit) as ended:
         measuring.finish(summary)
     assert ended.value.exit_code == console.FINDING
@@ -200,24 +202,24 @@ def test_case_06_a_clock_that_never_recovers_ends_unstable() -> None:
 
 def test_case_06_unstable_is_a_status_with_its_samples(tmp_path: Path) -> None:
     rows = [
-        replace(synthetic.record(CELL, c, [8.0] * 9), sm_clock_mhz=(1100,) * 9, throttled=(True,) * 9)
+        replace(synthetic.measurement(CELL, c, [8.0] * 9), sm_clock_mhz=(1100,) * 9, throttled=(True,) * 9)
         for c in (GOOD, BETTER)
     ]
     write(tmp_path / "results" / "synthetic-one", rows)
     sweep = workers.make_sweep(tmp_path, (GOOD, BETTER), requests=(4,))
     summary = workers.run(sweep, tmp_path, device="replay:synthetic-one")
-    assert {r.status for r in summary.records} == {"unstable"}
-    assert all("the SM clock was at 55%" in str(r.reason) and r.samples_us for r in summary.records)
+    assert {r.status for r in summary.measurements} == {"unstable"}
+    assert all("the SM clock was at 55%" in str(r.reason) and r.samples_us for r in summary.measurements)
     assert summary.without_winner == (CELL,)
 
 
 def test_case_07_a_failed_capture_has_no_time(tmp_path: Path) -> None:
     sweep = workers.make_sweep(tmp_path, (GOOD, candidate(4, "capture_failed")))
-    failed = [r for r in workers.run(sweep, tmp_path).records if r.status != "ok"]
+    failed = [r for r in workers.run(sweep, tmp_path).measurements if r.status != "ok"]
     assert [(r.status, r.samples_us) for r in failed] == [("capture_failed", ())]
     line = synthetic.failed(CELL, STOCK, "capture_failed").to_json()
-    with pytest.raises(RecordError, match="status capture_failed has no time"):
-        Record.from_json(line | {"samples_us": [5.0], "rounds": [0], "sm_clock_mhz": [None], "throttled": [None]})
+    with pytest.raises(MeasurementError, match="status capture_failed has no time"):
+        Measurement.from_json(line | {"samples_us": [5.0], "rounds": [0], "sm_clock_mhz": [None], "throttled": [None]})
 
 
 @pytest.mark.gpu
@@ -326,7 +328,7 @@ def test_case_10_a_crash_costs_the_guilty_candidate_alone(tmp_path: Path) -> Non
     guilty = {candidate(4 + i, does): word for i, (does, word) in enumerate(CRASHES.items())}
     loud = candidate(3, "much on stderr")
     summary = workers.run(workers.make_sweep(tmp_path, (GOOD, *guilty, BETTER, loud), processes=2), tmp_path)
-    outcomes = {(r.candidate, r.process): r for r in summary.records}
+    outcomes = {(r.candidate, r.process): r for r in summary.measurements}
     for bad, word in guilty.items():
         assert outcomes[bad, 0].status == "fault"
         assert word in str(outcomes[bad, 0].reason), bad
@@ -356,12 +358,12 @@ def test_case_11_a_hang_costs_its_limit_and_is_remembered(
     begin = time.monotonic()
     summary = workers.run(sweep, tmp_path)
     assert time.monotonic() - begin < 1 + 5 + 4  # limit, allowance, and two workers' start on a busy machine
-    found = {r.candidate: r for r in summary.records}
+    found = {r.candidate: r for r in summary.measurements}
     assert found[bad].status == "timeout"
     assert "no answer within 1 s of phase" in str(found[bad].reason)
     assert {found[c].status for c in (GOOD, BETTER)} == {"ok"}
     begin = time.monotonic()
-    assert workers.run(sweep, tmp_path).records == summary.records
+    assert workers.run(sweep, tmp_path).measurements == summary.measurements
     assert time.monotonic() - begin < 1
 
 
@@ -421,7 +423,7 @@ def test_case_12_a_journal_cut_anywhere_keeps_all_complete_results(tmp_path: Pat
         path.with_name("a.db-shm").unlink(missing_ok=True)
         with Journal.open(path, "sha256:0", "?") as journal:
             assert journal.history(CELL, 0)[1] == sum(end <= at for end in ends[:3])
-            assert len(journal.records()) == (at >= ends[3])
+            assert len(journal.measurements()) == (at >= ends[3])
     assert sqlite3.connect(path).execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
@@ -448,13 +450,13 @@ def test_case_13_each_altered_field_is_refused_warned_of_or_free(tmp_path: Path,
     other = synthetic.ENV | {field: "altered"} if field in provenance.FIELDS else synthetic.ENV
     envs = synthetic.ENVS | {provenance.digest(other): other}
     changes = {"code": "altered-0"} if field == "code" else {"env": provenance.digest(other)}
-    path = write(tmp_path, [synthetic.record(CELL, STOCK, [5.0]), synthetic.record(CELL, STOCK, [5.0], 1, **changes)],
+    path = write(tmp_path, [synthetic.measurement(CELL, STOCK, [5.0]), synthetic.measurement(CELL, STOCK, [5.0], 1, **changes)],
                  envs)  # fmt: skip
     kind = provenance.FIELDS.get(field, "hard")
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         if kind == "hard":
-            with pytest.raises(RecordError, match=f"{field}.*must not be mixed"):
+            with pytest.raises(MeasurementError, match=f"{field}.*must not be mixed"):
                 measurements.load([path])
         else:
             assert len(measurements.load([path])) == 2
@@ -477,7 +479,7 @@ def test_case_14_device_names_become_safe_and_distinct_slugs() -> None:
 def test_case_15_a_policy_is_asked_at_odd_places() -> None:
     import torch
 
-    module = emit.load(emit.emit(fitted(list(synthetic.records(synthetic.cells(), noise=0.0, processes=1)))[0]))
+    module = emit.load(emit.emit(fitted(list(synthetic.measurements(synthetic.cells(), noise=0.0, processes=1)))[0]))
     for bad in (0, -1):
         with pytest.raises(ValueError, match="requests"):
             module.choose(12, bad, 1, "decode")
@@ -499,7 +501,7 @@ NOT_OF_A_CHIP = {"kernels/kda_kernels/build.py": "cross-compiling needs some cou
 
 
 def test_case_16_a_policy_of_another_chip_says_so() -> None:
-    module = emit.load(emit.emit(fitted(list(synthetic.records([CELL])))[0]))
+    module = emit.load(emit.emit(fitted(list(synthetic.measurements([CELL])))[0]))
     assert module.matches("SYNTHETIC ONE", 100, (9, 0))
     for other in (("SYNTHETIC TWO", 100, (9, 0)), ("SYNTHETIC ONE", 99, (9, 0)), ("SYNTHETIC ONE", 100, (10, 0))):
         assert not module.matches(*other)
@@ -522,7 +524,7 @@ def test_case_16_no_sm_count_is_written_into_the_code() -> None:
 def test_case_17_a_step_faster_with_more_requests_is_blamed_on_its_threshold() -> None:
     steps = {35: (4.0, 9.0), 40: (9.0, 3.0)}
     cells = {requests: Cell("decode", requests, 12) for requests in steps}
-    rows = [synthetic.record(cells[n], c, [us]) for n, pair in steps.items() for c, us in zip((STOCK, split(1)), pair, strict=True)]  # fmt: skip # noqa: E501
+    rows = [synthetic.measurement(cells[n], c, [us]) for n, pair in steps.items() for c, us in zip((STOCK, split(1)), pair, strict=True)]  # fmt: skip
     grid = regret.make_grid(rows)
     avoidable = [
         replace(r, samples_us=(3.05,)) if (r.cell.requests, r.candidate) == (35, split(1)) else r for r in rows
@@ -545,7 +547,7 @@ def test_case_18_a_bias_of_the_session_is_no_verdict_within_it() -> None:
         contest = run_contest([GOOD, BETTER], clock, Plan(max_rounds=12, seconds=60, seed=seed))
         false_alarms += any("settled" in why for why in contest.left.values())
         assert contest.sentinel is not None
-        row = synthetic.record(CELL, contest.sentinel, contest.samples[contest.sentinel])
+        row = synthetic.measurement(CELL, contest.sentinel, contest.samples[contest.sentinel])
         verdict = twin_verdict(twins(replace(row, rounds=tuple(contest.rounds[contest.sentinel]))), Plan())
         judged += verdict is not None
         false_alarms += verdict not in (None, "same")
@@ -564,7 +566,7 @@ def test_case_18_all_slower_and_none_faster_warns_about_the_session() -> None:
             for one in (STOCK, split(1), split(4)):
                 for number in range(3):
                     us = synthetic.model_us(cell, one) * bias * rng.gauss(1, 0.003)
-                    rows.append(synthetic.record(cell, one, [us * rng.gauss(1, 0.004) for _ in range(8)], number))
+                    rows.append(synthetic.measurement(cell, one, [us * rng.gauss(1, 0.004) for _ in range(8)], number))
         return compare.Side("a session", rows, synthetic.ENVS)
 
     alarms, rows, alarmed, warned, of = 0, 0, 0, 0, 100
@@ -575,8 +577,8 @@ def test_case_18_all_slower_and_none_faster_warns_about_the_session() -> None:
         false = found.of("slower") + found.of("faster")
         alarms, rows, alarmed = alarms + len(false), rows + len(found.rows), alarmed + bool(false)
         if seed < 20:
-            slow = [replace(r, samples_us=tuple(us * 1.1 for us in r.samples_us), code="new-0") for r in a.records]
-            changed = compare.compare(a, replace(b, records=slow))
+            slow = [replace(r, samples_us=tuple(us * 1.1 for us in r.samples_us), code="new-0") for r in a.measurements]
+            changed = compare.compare(a, replace(b, measurements=slow))
             assert changed.of("slower")
             assert not changed.of("faster")
             warned += any("that may be the session" in warning for warning in changed.warnings)
@@ -609,7 +611,7 @@ def test_case_20_compilation_is_not_on_the_clock(tmp_path: Path) -> None:
     with sqlite3.connect(summary.journal) as database:
         infos = [json.loads(text) for (text,) in database.execute("SELECT info FROM outcome")]
     assert infos == [{"compile_s": 1.5}] * 2
-    assert max(us for r in summary.records for us in r.samples_us) < 6
+    assert max(us for r in summary.measurements for us in r.samples_us) < 6
 
 
 def test_case_21_magnitudes_decide_not_the_number_of_wins() -> None:
@@ -617,7 +619,7 @@ def test_case_21_magnitudes_decide_not_the_number_of_wins() -> None:
     rows = []
     for requests, (stock, splits) in {**dict.fromkeys((1, 2, 4, 8, 16), (1.0, 1.004)), 32: (1.3, 1.0)}.items():
         cell = Cell("decode", requests, 12)
-        rows += [synthetic.record(cell, STOCK, [stock]), synthetic.record(cell, split(1), [splits])]
+        rows += [synthetic.measurement(cell, STOCK, [stock]), synthetic.measurement(cell, split(1), [splits])]
     policy, found = fitted(rows)
     assert emit.load(emit.emit(policy)).choose(12, 32, 1, "decode").variant == "KdaSplit"
     assert found.regret["all"].max < 0.005
@@ -626,7 +628,7 @@ def test_case_21_magnitudes_decide_not_the_number_of_wins() -> None:
 def test_case_22_what_was_not_measured_is_no_pass() -> None:
     cells = [Cell("decode", requests, 12) for requests in (1, 2)]
     rows = [synthetic.failed(cells[0], STOCK), synthetic.failed(cells[0], split(1)),
-            synthetic.record(cells[1], STOCK, [5.0]), synthetic.record(cells[1], split(1), [4.0])]  # fmt: skip
+            synthetic.measurement(cells[1], STOCK, [5.0]), synthetic.measurement(cells[1], split(1), [4.0])]  # fmt: skip
     policy, found = fitted(rows)
     assert found.without_winner == (cells[0],)
     text = evidence.text(policy, found)
@@ -680,7 +682,7 @@ def test_case_24_a_results_folder_that_cannot_be_written(tmp_path: Path) -> None
         with pytest.raises(JournalError, match=r"results.*(Not a directory|File exists)") as caught:
             export(journal, tmp_path / "results", "synthetic-one", "dispatch")
         assert isinstance(caught.value.__cause__, OSError), "a finding, status 1"
-        assert len(journal.records()) == 1
+        assert len(journal.measurements()) == 1
 
 
 def test_case_25_two_sweeps_on_one_gpu(tmp_path: Path) -> None:
@@ -745,7 +747,8 @@ def test_signals_end_a_sweep_cleanly(number: signal.Signals, tmp_path: Path) -> 
 import os, signal, sys
 sys.path[:0] = {[str(Path(__file__).parents[1]), *sys.path]!r}
 from pathlib import Path
-import typer, workers
+import typer
+from support import workers
 from kdabench.cli import measuring
 
 if __name__ == "__main__":
