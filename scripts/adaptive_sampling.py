@@ -3,9 +3,10 @@
 
 .venv/bin/python scripts/adaptive_sampling.py [results/nvidia-h200]
 
-Each policy is fitted on the records of some cells alone; its regret is that over all recorded cells. "Settled once":
-without the later processes of cells whose decision an earlier one settled. Beside stand the policies of as many cells
-drawn at random, with each row's ends: the mean of several draws.
+Each policy is fitted on the records of some cells alone; its regret is that over all recorded
+cells. "Settled once": without the later processes of cells whose decision an earlier one settled.
+Beside stand the policies of as many cells drawn at random, with each row's ends: the mean of
+several draws.
 """
 
 from __future__ import annotations
@@ -40,10 +41,14 @@ class Study:
     def adaptive(self, target: float) -> list[tuple[Cell, int]]:
         """The (cell, process) pairs of an adaptive sweep, in its order."""
         candidates = sorted({r.candidate for r in self.measurements}, key=str)
-        course = Course(self.cells, candidates, 1 + max(process for _, process in self.by_pair), target=target)
+        course = Course(
+            self.cells, candidates, 1 + max(process for _, process in self.by_pair), target=target
+        )
         found = []
         while (pair := course.next()) is not None:
-            course.tell(*pair, self.by_pair.get(pair, []), self.envs[self.measurements[0].env]["sms"])
+            course.tell(
+                *pair, self.by_pair.get(pair, []), self.envs[self.measurements[0].env]["sms"]
+            )
             found.append(pair)
         return found
 
@@ -52,8 +57,12 @@ class Study:
         known = set(pairs)
         some = [r for r in self.measurements if (r.cell, r.process) in known]
         policy, _ = fit.fit(some, self.envs, held=self.held, resamples=0)
-        whole = regret.summarize(self.grid, regret.picks(self.grid, emit.load(emit.emit(policy)).ranked))["all"]
-        part = sum(len(r.samples_us) for r in some) / sum(len(r.samples_us) for r in self.measurements)
+        whole = regret.summarize(
+            self.grid, regret.picks(self.grid, emit.load(emit.emit(policy)).ranked)
+        )["all"]
+        part = sum(len(r.samples_us) for r in some) / sum(
+            len(r.samples_us) for r in self.measurements
+        )
         return len({cell for cell, _ in known}), part, whole.geomean, whole.p99, whole.max
 
     def all_of(self, cells: Collection[Cell]) -> list[tuple[Cell, int]]:
@@ -65,12 +74,16 @@ class Study:
         return [*ends, *random.Random(seed).sample(others, max(0, count - len(ends)))]
 
 
-def ways(study: Study, targets: list[float], counts: list[int], draws: int) -> Iterator[tuple[str, tuple[float, ...]]]:
+def ways(
+    study: Study, targets: list[float], counts: list[int], draws: int
+) -> Iterator[tuple[str, tuple[float, ...]]]:
     yield "all", study.judge(study.by_pair)
     for target in targets:
         chosen = study.adaptive(target)
         yield f"adaptive, target {100 * target:g} %", study.judge(chosen)
-        again = next((n for n in range(1, len(chosen)) if chosen[n][1] < chosen[n - 1][1]), len(chosen))
+        again = next(
+            (n for n in range(1, len(chosen)) if chosen[n][1] < chosen[n - 1][1]), len(chosen)
+        )
         yield "   the same, settled once", study.judge(chosen[:again])
     first = [cell for cell, process in study.adaptive(min(targets)) if process == 0]
     for count in counts:
@@ -78,23 +91,45 @@ def ways(study: Study, targets: list[float], counts: list[int], draws: int) -> I
             yield f"adaptive, stopped after {count}", study.judge(study.all_of(first[:count]))
     for count in (len(first), *counts):
         drawn = [study.judge(study.all_of(study.random(count, seed))) for seed in range(draws)]
-        yield f"{count} at random", tuple(sum(values) / draws for values in zip(*drawn, strict=True))
+        yield (
+            f"{count} at random",
+            tuple(sum(values) / draws for values in zip(*drawn, strict=True)),
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, nargs="?", default=ROOT / "results" / "nvidia-h200")
-    parser.add_argument("--target", type=float, nargs="+", default=[TARGET, 0.05], help="ratios, as of adaptive.TARGET")
-    parser.add_argument("--stopped", type=int, nargs="*", default=[200, 150], help="cell counts of interrupted sweeps")
+    parser.add_argument(
+        "--target",
+        type=float,
+        nargs="+",
+        default=[TARGET, 0.05],
+        help="ratios, as of adaptive.TARGET",
+    )
+    parser.add_argument(
+        "--stopped",
+        type=int,
+        nargs="*",
+        default=[200, 150],
+        help="cell counts of interrupted sweeps",
+    )
     parser.add_argument("--draws", type=int, default=5)
     args = parser.parse_args()
     rows = [
         (
             name,
             f"{cells:.0f}",
-            *(f"{100 * value:.{digits}f}" for value, digits in zip(figures, (0, 2, 1, 1), strict=True)),
+            *(
+                f"{100 * value:.{digits}f}"
+                for value, digits in zip(figures, (0, 2, 1, 1), strict=True)
+            ),
         )
-        for name, (cells, *figures) in ways(Study(args.folder), args.target, args.stopped, args.draws)
+        for name, (cells, *figures) in ways(
+            Study(args.folder), args.target, args.stopped, args.draws
+        )
     ]
     console.show_table(HEADINGS, rows, right=range(1, len(HEADINGS)))
 

@@ -6,8 +6,10 @@
 Without a GPU:
     import      seconds of `import kdabench` and `kdabench --help`
     resume      seconds of the second run of a finished sweep, replayed
-    pipeline    seconds of fit, emit and plots of 100 000 records, and whether two runs give the same bytes
-    kill        rounds lost in 1000 kills of a writer, and with the journal's log cut at each byte of its last round
+    pipeline    seconds of fit, emit and plots of 100 000 records, and whether two runs give the
+                same bytes
+    kill        rounds lost in 1000 kills of a writer, and with the journal's log cut at each byte
+                of its last round
     power       false verdicts and missed differences of 2 %, on recorded samples
 With one, each within 90 s:
     twins       false verdicts and missed differences of 2 %, measured
@@ -59,7 +61,13 @@ def seconds(work: Callable[[], object]) -> float:
 def python(*arguments: str, cwd: Path = ROOT) -> None:
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     environment = {**os.environ, "PYTHONPATH": path}
-    subprocess.run([sys.executable, *arguments], cwd=cwd, env=environment, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=environment,
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
 
 
 # --- without a GPU ---
@@ -74,7 +82,16 @@ def imports(args: argparse.Namespace) -> None:
 
 def resume(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as out:
-        command = ("-m", "kdabench", "sweep", str(args.sweep), "--device", args.device, "--out", out)
+        command = (
+            "-m",
+            "kdabench",
+            "sweep",
+            str(args.sweep),
+            "--device",
+            args.device,
+            "--out",
+            out,
+        )
         print(f"first run of {args.sweep}: {seconds(lambda: python(*command)):.2f} s")
         print(f"second: {seconds(lambda: python(*command)):.2f} s")
 
@@ -84,12 +101,20 @@ def pipeline(args: argparse.Namespace) -> None:
 
     cells = [
         Cell(kind, requests, heads, tokens)
-        for kind, tokens in (("decode", 1), ("spec", 4), ("record", 2), ("record", 4), ("record", 8))
+        for kind, tokens in (
+            ("decode", 1),
+            ("spec", 4),
+            ("record", 2),
+            ("record", 4),
+            ("record", 8),
+        )
         for heads in (6, 12, 24, 32, 48, 64, 96)
         for requests in sorted({round(2 ** (i / 10)) for i in range(81)})
     ]
     made = list(
-        synthetic.measurements(cells, processes=math.ceil(args.measurements / len(cells) / len(synthetic.CANDIDATES)))
+        synthetic.measurements(
+            cells, processes=math.ceil(args.measurements / len(cells) / len(synthetic.CANDIDATES))
+        )
     )
     made = made[: args.measurements]
     digests = set()
@@ -104,10 +129,18 @@ def pipeline(args: argparse.Namespace) -> None:
             first = begin, cpu
             for step, done in _pipeline(source, out):
                 digests.add((step, hashlib.sha256(done).hexdigest()))
-                print(f"  {step}: {time.perf_counter() - begin:.2f} s, {time.process_time() - cpu:.2f} s of CPU")
+                print(
+                    f"  {step}: {time.perf_counter() - begin:.2f} s, {time.process_time() - cpu:.2f} s of CPU"
+                )
                 begin, cpu = time.perf_counter(), time.process_time()
-            print(f"  together: {begin - first[0]:.2f} s, {cpu - first[1]:.2f} s of CPU", flush=True)
-    print("byte-identical" if len({step for step, _ in digests}) == len(digests) else "the two runs differ")
+            print(
+                f"  together: {begin - first[0]:.2f} s, {cpu - first[1]:.2f} s of CPU", flush=True
+            )
+    print(
+        "byte-identical"
+        if len({step for step, _ in digests}) == len(digests)
+        else "the two runs differ"
+    )
 
 
 def _pipeline(source: Path, out: Path) -> Iterator[tuple[str, bytes]]:
@@ -120,7 +153,9 @@ def _pipeline(source: Path, out: Path) -> Iterator[tuple[str, bytes]]:
     yield "fit", json.dumps(evidence.to_json(), sort_keys=True, default=str).encode()
     text = emit.emit(policy, evidence)
     yield "emit", text.encode()
-    written = plot.write_plots(rows, out, device="SYNTHETIC ONE", sms=100, policy=emit.load(text), replay=False)
+    written = plot.write_plots(
+        rows, out, device="SYNTHETIC ONE", sms=100, policy=emit.load(text), replay=False
+    )
     yield "plots", b"".join(path.read_bytes() for path in sorted(written))
 
 
@@ -133,7 +168,9 @@ def kill(args: argparse.Namespace) -> None:
             with Journal.open(path, "sha256:0", "?") as journal:
                 upcoming = journal.history(CELL, 0)[1]
             lost += max(0, acknowledged + 1 - upcoming)
-        print(f"{args.times} kills: {upcoming} rounds written, {lost} acknowledged rounds lost, no repair by hand")
+        print(
+            f"{args.times} kills: {upcoming} rounds written, {lost} acknowledged rounds lost, no repair by hand"
+        )
         _cut(Path(folder), args.step)
 
 
@@ -142,7 +179,8 @@ CANDIDATES = [Candidate.of("KdaSplit", {"split": n}) for n in (1, 2, 4)]
 
 
 def _killed_writer(path: Path, after_s: float) -> int:
-    """Fork a process that writes rounds, kill it, and return the last round that it said was kept; -1: none."""
+    """Fork a process that writes rounds, kill it, and return the last round that it said was kept;
+    -1: none."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -150,7 +188,9 @@ def _killed_writer(path: Path, after_s: float) -> int:
         with Journal.open(path, "sha256:0", "?") as journal:
             index = journal.history(CELL, 0)[1]
             while True:
-                journal.add_round(CELL, 0, index, [(c, 1.0 + index, 1980, False) for c in CANDIDATES])
+                journal.add_round(
+                    CELL, 0, index, [(c, 1.0 + index, 1980, False) for c in CANDIDATES]
+                )
                 os.write(writer, b"%d\n" % index)
                 index += 1
     os.close(writer)
@@ -180,13 +220,18 @@ def _cut(folder: Path, step: int) -> None:
         path.with_name("cut.db-shm").unlink(missing_ok=True)
         with Journal.open(path, "sha256:0", "?") as journal:
             wrong += journal.history(CELL, 0)[1] != (4 if at == len(content) else 3)
-    print(f"log cut at {len(places)} places in its last {len(content) - before} bytes: {wrong} with another result")
+    print(
+        f"log cut at {len(places)} places in its last {len(content) - before} bytes: {wrong} with another result"
+    )
 
 
 class Noise:
-    """Two candidates and their truth, with the noise of a recorded pair: its own size, the shape of all pairs'."""
+    """Two candidates and their truth, with the noise of a recorded pair: its own size, the shape of
+    all pairs'."""
 
-    def __init__(self, size: float, shape: Sequence[float], truth: Mapping[Candidate, float], seed: int) -> None:
+    def __init__(
+        self, size: float, shape: Sequence[float], truth: Mapping[Candidate, float], seed: int
+    ) -> None:
         self._size, self._shape, self._truth = size, shape, truth
         self._random = random.Random(seed)
 
@@ -199,9 +244,12 @@ class Noise:
         return Reading(self._truth[candidate] * math.exp(error))
 
 
-def recorded_noise(rows: Sequence[Measurement]) -> tuple[list[tuple[Cell, float, float]], list[float]]:
-    """(cell, us, standard deviation of the log ratio of two readings in a round) of each recorded pair of a candidate
-    with the fastest; and the errors of all pairs with 10 rounds or more in standard deviations."""
+def recorded_noise(
+    rows: Sequence[Measurement],
+) -> tuple[list[tuple[Cell, float, float]], list[float]]:
+    """(cell, us, standard deviation of the log ratio of two readings in a round) of each recorded
+    pair of a candidate with the fastest; and the errors of all pairs with 10 rounds or more in
+    standard deviations."""
     shares: dict[tuple[Cell, int], list[Measurement]] = {}
     for row in rows:
         if row.status == "ok" and len(set(row.rounds)) >= 5:
@@ -242,7 +290,8 @@ Verdicts = tuple[str | None, bool]
 
 
 def _verdicts(make: Callable[[dict[Candidate, float], int], Clock], seed: int) -> Verdicts:
-    """What a contest says of two that are the same (None: nothing), and whether it finds one that is 2 % slower."""
+    """What a contest says of two that are the same (None: nothing), and whether it finds one that
+    is 2 % slower."""
     one, other = CANDIDATES[:2]
     plan = Plan(seconds=math.inf, seed=seed, sentinel=False)
     same = run_contest([one, other], make({one: 1.0, other: 1.0}, seed), plan)
@@ -254,7 +303,9 @@ def _found(contest: Contest, slower: Candidate) -> bool:
     return contest.left.get(slower, "").startswith(("settled", "hopeless"))
 
 
-def report(title: str, rows: Sequence[tuple[float, str | None, bool]], differences: Sequence[float] = ()) -> None:
+def report(
+    title: str, rows: Sequence[tuple[float, str | None, bool]], differences: Sequence[float] = ()
+) -> None:
     false = sum(same is not None for _, same, _ in rows)
     large = [found for us, _, found in rows if us >= LEAST_US]
     line = f"{title}: {len(rows)} cells, {false} false verdicts ({false / max(1, len(rows)):.1%})"
@@ -286,11 +337,16 @@ class Scaled:
 def _cells(context: Any) -> list[Cell]:
     steps = (("decode", 1), ("record", 4), ("spec", 4))
     sizes = ((12, 1), (12, 8), (12, 32), (12, 128), (96, 4), (96, 64))
-    return [Cell(kind, requests, heads, tokens, context=context) for heads, requests in sizes for kind, tokens in steps]  # type: ignore[arg-type]
+    return [
+        Cell(kind, requests, heads, tokens, context=context)
+        for heads, requests in sizes
+        for kind, tokens in steps
+    ]  # type: ignore[arg-type]
 
 
 def twins(args: argparse.Namespace) -> None:
-    """The same kernel under two names, each with a graph of its own; then with one of them called 2 % slower."""
+    """The same kernel under two names, each with a graph of its own; then with one of them called 2
+    % slower."""
     import planted
 
     real, twin = planted.REAL["KdaSplit"], planted.candidate("Twin")
@@ -318,7 +374,8 @@ def twins(args: argparse.Namespace) -> None:
 
 
 def cupti(args: argparse.Namespace) -> None:
-    """Per launch: by events around a replay, and from CUPTI's first begin to its last end of the same graph."""
+    """Per launch: by events around a replay, and from CUPTI's first begin to its last end of the
+    same graph."""
     import planted
     import torch
 
@@ -352,7 +409,10 @@ def cupti(args: argparse.Namespace) -> None:
         if events_us >= LEAST_US:
             worst = max(worst, ratio, 1 / ratio)
         name = f"{cell.kind} q={cell.tokens} H={cell.heads} R={cell.requests}"
-        print(f"{name:42} {events_us:10.3f} {median(spans):10.3f} {ratio:7.4f} {median(busy):10.3f}", flush=True)
+        print(
+            f"{name:42} {events_us:10.3f} {median(spans):10.3f} {ratio:7.4f} {median(busy):10.3f}",
+            flush=True,
+        )
     print(f"largest disagreement at >= {LEAST_US:g} us: {worst - 1:.2%}")
 
 
@@ -380,13 +440,16 @@ def hang(args: argparse.Namespace) -> None:
 
     _, took = _sweeps({"clean": [], "hang": [planted.candidate("Spins", 16)]}, args.limit)
     more = took["hang"] - took["clean"]
-    print(f"a hang under a limit of {args.limit:g} s costs {more:.1f} s: {more - args.limit:.1f} s beyond its limit")
+    print(
+        f"a hang under a limit of {args.limit:g} s costs {more:.1f} s: {more - args.limit:.1f} s beyond its limit"
+    )
 
 
 def _sweeps(
     planted_ones: Mapping[str, Sequence[Candidate]], limit_s: float
 ) -> tuple[dict[str, list[Measurement]], dict[str, float]]:
-    """Records and seconds of sweeps over the same cells, with other candidates beside the real ones."""
+    """Records and seconds of sweeps over the same cells, with other candidates beside the real
+    ones."""
     import planted
 
     from kdabench.measure import worker_process
@@ -410,10 +473,14 @@ def _judge_faults(clean: Sequence[Measurement], faulty: Sequence[Measurement]) -
     found = {r.candidate.variant: (r.status, r.reason) for r in faulty if r.candidate.variant in wanted
              and r.status != "unsupported"}  # fmt: skip
     for variant, (status, reason) in found.items():
-        print(f"  {variant}: {status}{'' if status == wanted[variant] else f', not {wanted[variant]}'}: {reason}")
+        print(
+            f"  {variant}: {status}{'' if status == wanted[variant] else f', not {wanted[variant]}'}: {reason}"
+        )
     missing = wanted.keys() - found.keys()
     others = Counter(r.status for r in faulty if r.candidate.variant not in wanted)
-    print(f"blame right: {not missing and all(found[v][0] == wanted[v] for v in wanted)}; the others: {dict(others)}")
+    print(
+        f"blame right: {not missing and all(found[v][0] == wanted[v] for v in wanted)}; the others: {dict(others)}"
+    )
     before = {(r.cell, r.candidate): r for r in clean}
     ratios = [
         median(r.samples_us) / median(before[r.cell, r.candidate].samples_us)
@@ -426,7 +493,9 @@ def _judge_faults(clean: Sequence[Measurement], faulty: Sequence[Measurement]) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable[[argparse.Namespace], None], **options: Any) -> None:
@@ -442,7 +511,14 @@ def main() -> None:
     command("pipeline", pipeline, measurements=100_000)
     command("kill", kill, times=1000, seed=1, step=1, folder=tempfile.gettempdir())
     results = ROOT / "results" / "nvidia-h200"
-    command("power", power, results=results, files=["dispatch.jsonl", "targets.jsonl"], times=2000, seed=1)
+    command(
+        "power",
+        power,
+        results=results,
+        files=["dispatch.jsonl", "targets.jsonl"],
+        times=2000,
+        seed=1,
+    )
     command("twins", twins, times=8, seconds=75.0)
     command("cupti", cupti, times=15)
     command("faults", faults, limit=10.0)

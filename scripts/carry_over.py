@@ -1,20 +1,22 @@
 #!/usr/bin/env python3
-"""Carry measurements that name kernels by their sources over to names of machine code, once, with proof.
+"""Carry measurements that name kernels by their sources over to names of machine code, once, with
+proof.
 
     python scripts/carry_over.py OLD [--results results] [--jobs N]
 
 OLD is a checkout of the revision whose sources made the measurements. For the files of schema 1 in
 RESULTS/<device> and its verified.json, in this order:
 
- 1. the digest of sources in every measurement and certificate is that of OLD's sources: OLD is what ran;
- 2. every binary that was measured or verified is compiled from OLD and from these sources: the machine
-    code, parameters and resources are the same;
+ 1. the digest of sources in every measurement and certificate is that of OLD's sources: OLD is what
+    ran;
+ 2. every binary that was measured or verified is compiled from OLD and from these sources: the
+    machine code, parameters and resources are the same;
  3. what the Triton chain is written in is the same, prose and places aside;
- 4. every launch that was measured or verified is recorded from OLD and from these sources: grid, threads,
-    attributes and the value of every parameter are the same.
+ 4. every launch that was measured or verified is recorded from OLD and from these sources: grid,
+    threads, attributes and the value of every parameter are the same.
 
-Then the files are rewritten with what `kda_kernels.identity` names; else nothing is, and what differs is
-told. Needs no GPU, but the compiler that the measurements were made with.
+Then the files are rewritten with what `kda_kernels.identity` names; else nothing is, and what
+differs is told. Needs no GPU, but the compiler that the measurements were made with.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ Asked = tuple[str, str, str]
 
 
 def facts(work: tuple[list[Asked], str, int]) -> list[Any]:
-    """Of each asked: the binary's name and what a launch asks of the driver; None if the variant refuses.
+    """Of each asked: the binary's name and what a launch asks of the driver; None if the variant
+    refuses.
 
     Works on the modules of this revision and of OLD alike.
     """
@@ -63,20 +66,26 @@ def facts(work: tuple[list[Asked], str, int]) -> list[Any]:
     name = runpy.run_path(str(ROOT / "kernels/kda_kernels/device/machine_code.py"))["digest"]
     found: list[Any] = []
     for variant, options, sizes in asked:
-        problem, spec = Problem(**json.loads(sizes)), variants.make_spec(variant, json.loads(options))
+        problem, spec = (
+            Problem(**json.loads(sizes)),
+            variants.make_spec(variant, json.loads(options)),
+        )
         module, gpu = variants.load(variant), Gpu(arch, sms)
         if module.unsupported(problem, spec, gpu) is not None:
             found.append(None)
             continue
         launched = _launched(cubin, module, problem, spec, gpu)
         taken: Any = module.compile(problem, spec, gpu).binary
-        named = name(taken.arch, taken.image, taken.parameters, tuple(asdict(taken.resources).values()))
+        named = name(
+            taken.arch, taken.image, taken.parameters, tuple(asdict(taken.resources).values())
+        )
         found.append((named, launched))
     return found
 
 
 def _launched(cubin: Any, module: Any, problem: Any, spec: Any, gpu: Any) -> list[Any]:
-    """Grid, threads, cluster, values with operands by name, and pdl, of every launch over stand-ins."""
+    """Grid, threads, cluster, values with operands by name, and pdl, of every launch over
+    stand-ins."""
     told: list[Any] = []
 
     class Recorder:
@@ -126,7 +135,10 @@ def _stand_ins(problem: Any, spec: Any) -> tuple[Any, dict[int, str]]:
     with torch.device("meta"):
         made = _laid_out(problem, getattr(spec, "align", False))
     kind = kinds.CommitOperands if problem.kind in ("commit", "flush") else kinds.StepOperands
-    placed = {n: tuple(place(n, t) for t in v) if isinstance(v, tuple) else place(n, v) for n, v in made.items()}
+    placed = {
+        n: tuple(place(n, t) for t in v) if isinstance(v, tuple) else place(n, v)
+        for n, v in made.items()
+    }
     absent = {f.name: None for f in fields(kind) if f.name.startswith("boundary")}
     return kind(**(absent | placed)), names
 
@@ -152,7 +164,9 @@ def _laid_out(problem: Any, align: bool) -> dict[str, Any]:
         found |= {name: torch.empty(row, dtype=i32) for name in plan}
         tables = ("state_table", "corrections_table", "key_gates_table")
         return found | {name: torch.empty(table, dtype=torch.int64) for name in tables}
-    dtypes = dict.fromkeys(("projected", "conv_state", "f_b", "out", "key_gates"), bf16) | {"state": state}
+    dtypes = dict.fromkeys(("projected", "conv_state", "f_b", "out", "key_gates"), bf16) | {
+        "state": state
+    }
     dtypes |= dict.fromkeys(("slots", "accepted", "record_rows", "pending"), i32)
     found = {}
     for name, shape in problem.operand_shapes.items():
@@ -167,12 +181,16 @@ def _enter(root: Path) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def all_facts(root: Path, asked: Sequence[Asked], arch: str, sms: int, jobs: int) -> dict[Asked, Any]:
+def all_facts(
+    root: Path, asked: Sequence[Asked], arch: str, sms: int, jobs: int
+) -> dict[Asked, Any]:
     """`facts` from a tree, in `jobs` processes. Raises whatever the tree's compilation raises."""
     chunks = [list(asked[i : i + 16]) for i in range(0, len(asked), 16)]
     found: dict[Asked, Any] = {}
     with ProcessPoolExecutor(jobs, get_context("spawn"), _enter, (root,)) as pool:
-        for chunk, answers in zip(chunks, pool.map(facts, [(c, arch, sms) for c in chunks]), strict=True):
+        for chunk, answers in zip(
+            chunks, pool.map(facts, [(c, arch, sms) for c in chunks]), strict=True
+        ):
             found |= dict(zip(chunk, answers, strict=True))
             print(f"\r{len(found)}/{len(asked)} of {root}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
@@ -190,17 +208,37 @@ def old_digests(old: Path, names: Sequence[str]) -> dict[str, str]:
     paths = [str(old), str(old / "kernels"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths).rstrip(os.pathsep)}
     done = subprocess.run(
-        [sys.executable, "-c", code, *names], env=environment, cwd=old, check=True, capture_output=True, text=True
+        [sys.executable, "-c", code, *names],
+        env=environment,
+        cwd=old,
+        check=True,
+        capture_output=True,
+        text=True,
     )
     found, defaults = json.loads(done.stdout)
-    assert defaults == variants.spec_dict(variants.load("stock").Spec()), f"other defaults of stock: {defaults}"
+    assert defaults == variants.spec_dict(variants.load("stock").Spec()), (
+        f"other defaults of stock: {defaults}"
+    )
     return dict(found)
 
 
 def asked_of(line: Mapping[str, Any]) -> Asked:
     """What a measurement ran."""
-    names = ("kind", "requests", "heads", "tokens", "layers", "state_dtype", "pending", "conv_layout")
-    return (line["variant"], canonical(line["spec"]), canonical({name: line["cell"][name] for name in names}))
+    names = (
+        "kind",
+        "requests",
+        "heads",
+        "tokens",
+        "layers",
+        "state_dtype",
+        "pending",
+        "conv_layout",
+    )
+    return (
+        line["variant"],
+        canonical(line["spec"]),
+        canonical({name: line["cell"][name] for name in names}),
+    )
 
 
 def canonical(value: object) -> str:
@@ -232,7 +270,10 @@ def differences(old: Mapping[Asked, Any], new: Mapping[Asked, Any]) -> list[str]
 
 def carry(folder: Path, old: Path, jobs: int) -> list[str]:
     """Carry a device's files over. Returns what stands against it; then no file has changed."""
-    files = {path: list(map(json.loads, path.read_text().splitlines())) for path in sorted(folder.glob("*.jsonl"))}
+    files = {
+        path: list(map(json.loads, path.read_text().splitlines()))
+        for path in sorted(folder.glob("*.jsonl"))
+    }
     lines = [line for found in files.values() for line in found]
     if {line["schema"] for line in lines} != {1}:
         return [f"{folder}: measurements of schema 1 are expected"]
@@ -240,15 +281,32 @@ def carry(folder: Path, old: Path, jobs: int) -> list[str]:
     arch, sms = binaries.arch_of(verified["env"]), verified["env"]["sms"]
 
     digests = old_digests(old, variants.NAMES)
-    stale = {line["variant"] for line in lines if ran(line) and line["kernel_digest"] != digests[line["variant"]]}
-    stale |= {name for name in variants.NAMES if verified["variants"][name]["kernel_digest"] != digests[name]}
+    stale = {
+        line["variant"]
+        for line in lines
+        if ran(line) and line["kernel_digest"] != digests[line["variant"]]
+    }
+    stale |= {
+        name
+        for name in variants.NAMES
+        if verified["variants"][name]["kernel_digest"] != digests[name]
+    }
     if stale:
-        return [f"{name}: was not measured or verified from the sources of {old}" for name in sorted(stale)]
+        return [
+            f"{name}: was not measured or verified from the sources of {old}"
+            for name in sorted(stale)
+        ]
 
-    then = variants.launched_by([old / "kernels/kda_kernels" / name for name in ("stock.py", "stock_kernels.py")])
-    today = variants.launched_by([sources.path_of(name) for name in variants.load("stock").WRITTEN_IN])
+    then = variants.launched_by(
+        [old / "kernels/kda_kernels" / name for name in ("stock.py", "stock_kernels.py")]
+    )
+    today = variants.launched_by(
+        [sources.path_of(name) for name in variants.load("stock").WRITTEN_IN]
+    )
     if others := then.items() ^ today.items():
-        return [f"stock: another definition of {name}" for name in sorted({name for name, _ in others})]
+        return [
+            f"stock: another definition of {name}" for name in sorted({name for name, _ in others})
+        ]
 
     ours = [name for name in variants.NAMES if variants.declared(name).binaries]
     asked = {asked_of(line) for line in lines if ran(line) and line["variant"] in ours}
@@ -264,7 +322,10 @@ def carry(folder: Path, old: Path, jobs: int) -> list[str]:
 
     def code(asked: Asked) -> str:
         variant, options, sizes = asked
-        problem, spec = Problem(**json.loads(sizes)), variants.make_spec(variant, json.loads(options))
+        problem, spec = (
+            Problem(**json.loads(sizes)),
+            variants.make_spec(variant, json.loads(options)),
+        )
         binary = identity.binary(variant, None) if variant not in ours else new[asked][0]
         return f"{binary}-{identity.launch(variant, problem, spec, gpu)}"
 
@@ -274,23 +335,38 @@ def carry(folder: Path, old: Path, jobs: int) -> list[str]:
             del line["kernel_digest"]
             if ran(line) and (what := asked_of(line)) not in codes:
                 codes[what] = code(what)
-            line |= {"schema": measurements.SCHEMA, "code": codes[asked_of(line)] if ran(line) else ""}
+            line |= {
+                "schema": measurements.SCHEMA,
+                "code": codes[asked_of(line)] if ran(line) else "",
+            }
         measurements.write_atomic(path, "".join(canonical(line) + "\n" for line in found))
     for name in variants.NAMES:
         entry = verified["variants"][name]
         del entry["kernel_digest"]
-        passed = [a for a in cases.get(name) or verified_cases(name) if name not in ours or new[a] is not None]
+        passed = [
+            a
+            for a in cases.get(name) or verified_cases(name)
+            if name not in ours or new[a] is not None
+        ]
         named = [code(a).split("-") for a in passed]
-        assert len(passed) == entry["passed"], f"{name}: {entry['passed']} cases passed, {len(passed)} are known"
+        assert len(passed) == entry["passed"], (
+            f"{name}: {entry['passed']} cases passed, {len(passed)} are known"
+        )
         kinds = [json.loads(sizes)["kind"] for _, _, sizes in passed]
         entry |= {"binaries": sorted({binary for binary, _ in named})}
-        entry |= {"launches": verify.launches(zip(kinds, (launch for _, launch in named), strict=True))}
-    measurements.write_atomic(folder / "verified.json", json.dumps(verified, indent=1, sort_keys=True) + "\n")
+        entry |= {
+            "launches": verify.launches(zip(kinds, (launch for _, launch in named), strict=True))
+        }
+    measurements.write_atomic(
+        folder / "verified.json", json.dumps(verified, indent=1, sort_keys=True) + "\n"
+    )
     return []
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("old", type=Path, metavar="OLD")
     parser.add_argument("--results", type=Path, default=ROOT / "results")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)

@@ -21,7 +21,8 @@ Times = dict[Cell, dict[Candidate, float]]
 
 
 def times(path: Path) -> Times:
-    """Median over processes of each process's median, as the fit takes it. us; nothing if there is no such file."""
+    """Median over processes of each process's median, as the fit takes it. us; nothing if there is
+    no such file."""
     if not path.exists():
         return {}
     medians: dict[Cell, dict[Candidate, list[float]]] = {}
@@ -30,12 +31,16 @@ def times(path: Path) -> Times:
             medians.setdefault(measurement.cell, {}).setdefault(measurement.candidate, []).append(
                 median(measurement.samples_us)
             )
-    return {cell: {c: median(values) for c, values in found.items()} for cell, found in medians.items()}
+    return {
+        cell: {c: median(values) for c, values in found.items()} for cell, found in medians.items()
+    }
 
 
 def best(found: dict[Candidate, float], variant: str | None = None) -> float | None:
     """Of a variant, or of all but stock."""
-    ours = (us for c, us in found.items() if (c.variant == variant if variant else c.variant != "stock"))
+    ours = (
+        us for c, us in found.items() if (c.variant == variant if variant else c.variant != "stock")
+    )
     return min(ours, default=None)
 
 
@@ -47,10 +52,15 @@ def print_rows(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
         print("\n".join("| " + " | ".join(row) + " |" for row in rows))
 
 
-def table(title: str, found: Times, chosen: Iterable[Cell], variants: Sequence[str] | None = None) -> None:
-    """A row per cell with the best of each variant; default: of those that have a time in some cell, stock last."""
+def table(
+    title: str, found: Times, chosen: Iterable[Cell], variants: Sequence[str] | None = None
+) -> None:
+    """A row per cell with the best of each variant; default: of those that have a time in some
+    cell, stock last."""
     cells = [cell for cell in chosen if cell in found]
-    timed = sorted({c.variant for cell in cells for c in found[cell]}, key=lambda name: (name == "stock", name))
+    timed = sorted(
+        {c.variant for cell in cells for c in found[cell]}, key=lambda name: (name == "stock", name)
+    )
     variants = variants or timed
     rows = []
     for cell in cells:
@@ -64,8 +74,8 @@ def table(title: str, found: Times, chosen: Iterable[Cell], variants: Sequence[s
 
 
 def deferred(path: Path) -> None:
-    """A replay in context layer against a layer's share of a flush of all layers and the record that follows it, as the
-    fit compares them."""
+    """A replay in context layer against a layer's share of a flush of all layers and the record
+    that follows it, as the fit compares them."""
     grid = step_grid(measurements.load([path])) if path.exists() else None
     if grid is None or not any(c.variant == FLUSH for c in grid.candidates):
         return
@@ -73,13 +83,30 @@ def deferred(path: Path) -> None:
     eager = us[:, [c.variant == FLUSH for c in grid.candidates]].min(axis=1)
     replay = np.nanmin(us[:, [c.variant not in (FLUSH, "stock") for c in grid.candidates]], axis=1)
     rows = [
-        [f"{c.tokens}", f"{c.heads}", f"{c.requests}", f"{c.items}", f"{r:.2f}", f"{e:.2f}", f"{e / r:.2f}"]
+        [
+            f"{c.tokens}",
+            f"{c.heads}",
+            f"{c.requests}",
+            f"{c.items}",
+            f"{r:.2f}",
+            f"{e:.2f}",
+            f"{e / r:.2f}",
+        ]
         for c, r, e in sorted(
-            zip(grid.cells, replay, eager, strict=True), key=lambda row: (row[0].tokens, row[0].items)
+            zip(grid.cells, replay, eager, strict=True),
+            key=lambda row: (row[0].tokens, row[0].items),
         )
         if c.kind == "replay" and not np.isnan(r + e)
     ]
-    columns = ["tokens", "heads", "requests", "items", "replay", "flush and record", "eager / deferred"]
+    columns = [
+        "tokens",
+        "heads",
+        "requests",
+        "items",
+        "replay",
+        "flush and record",
+        "eager / deferred",
+    ]
     print_rows("the deferred cycle against the eager one, us per layer", columns, rows)
 
 
@@ -89,7 +116,14 @@ def steps(layer: Times, isolated: Times) -> None:
         cells = [Cell(kind, requests, heads, tokens, pending=pending) for heads, requests in SIZES]  # type: ignore[arg-type]
         table(f"{kind}, {tokens} tokens, context layer, us (efficiency)", layer, cells)
     for dtype in STATE_DTYPES:
-        for kind, tokens in (("decode", 1), ("spec", 4), ("record", 4), ("record", 8), ("replay", 4), ("replay", 8)):
+        for kind, tokens in (
+            ("decode", 1),
+            ("spec", 4),
+            ("record", 4),
+            ("record", 8),
+            ("replay", 4),
+            ("replay", 8),
+        ):
             pending = "mix" if kind == "replay" else None
             cells = [Cell(kind, r, h, tokens, state_dtype=dtype, pending=pending, context="isolated")  # type: ignore[arg-type]
                      for h, r in SIZES]  # fmt: skip
@@ -98,20 +132,33 @@ def steps(layer: Times, isolated: Times) -> None:
 
 def commits(found: Times) -> None:
     groups: dict[tuple[str, int, int, bool], list[Cell]] = {}
-    for cell in sorted(found, key=lambda c: (c.kind, c.layers, c.tokens, c.pending is not None, c.heads, c.requests)):
-        groups.setdefault((cell.kind, cell.layers, cell.tokens, cell.pending is not None), []).append(cell)
+    for cell in sorted(
+        found,
+        key=lambda c: (c.kind, c.layers, c.tokens, c.pending is not None, c.heads, c.requests),
+    ):
+        groups.setdefault(
+            (cell.kind, cell.layers, cell.tokens, cell.pending is not None), []
+        ).append(cell)
     for (kind, layers, tokens, mixed), cells in groups.items():
         folded = f"0 to {tokens}" if mixed else f"{tokens} of {tokens}"
-        table(f"{kind}, {folded} tokens, {cells[0].state_dtype} state, {layers} layers", found, cells)
+        table(
+            f"{kind}, {folded} tokens, {cells[0].state_dtype} state, {layers} layers", found, cells
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("device", nargs="?", default="nvidia-h200", help="a folder of results (nvidia-h200)")
+    parser.add_argument(
+        "device", nargs="?", default="nvidia-h200", help="a folder of results (nvidia-h200)"
+    )
     folder = RESULTS / parser.parse_args().device
     if not folder.is_dir():
-        parser.error(f"{folder} is no folder; there are: {', '.join(sorted(p.name for p in RESULTS.iterdir()))}")
-    layer, isolated, committed = (times(folder / f"{name}.jsonl") for name in ("dispatch", "targets", "commit"))
+        parser.error(
+            f"{folder} is no folder; there are: {', '.join(sorted(p.name for p in RESULTS.iterdir()))}"
+        )
+    layer, isolated, committed = (
+        times(folder / f"{name}.jsonl") for name in ("dispatch", "targets", "commit")
+    )
     steps(layer, isolated)
     deferred(folder / "dispatch.jsonl")
     commits(committed)

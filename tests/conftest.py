@@ -1,4 +1,5 @@
-"""Triton kernels run under its interpreter where there is no GPU; it reads this when it is imported."""
+"""Triton kernels run under its interpreter where there is no GPU; it reads this when it is
+imported."""
 
 import os
 import tempfile
@@ -11,10 +12,12 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Test processes side by side, and a sweep that may be measuring on this machine, must not wait for each other's GPU.
+# Test processes side by side, and a sweep that may be measuring on this machine, must not wait for
+# each other's GPU.
 os.environ["KDABENCH_LOCKS"] = tempfile.mkdtemp(prefix="kdabench-locks-")
 
-# The same examples in every run: a red test is red again. `pytest --hypothesis-profile=search` looks for new ones.
+# The same examples in every run: a red test is red again. `pytest --hypothesis-profile=search`
+# looks for new ones.
 hypothesis.settings.register_profile("repeatable", derandomize=True)
 hypothesis.settings.register_profile("search", max_examples=1000)
 hypothesis.settings.load_profile("repeatable")

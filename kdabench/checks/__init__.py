@@ -1,1 +1,2 @@
-"""What a checkout and a machine must hold: variants verified, binaries certified, what is installed."""
+"""What a checkout and a machine must hold: variants verified, binaries certified, what is
+installed."""

@@ -1,9 +1,11 @@
-"""Which machine code the kernels are: a manifest of the digests of all binaries, written once and compared ever after.
+"""Which machine code the kernels are: a manifest of the digests of all binaries, written once and
+compared ever after.
 
-A manifest is of one target and one compiler. It names every binary of the standard grids (what is compiled, what is
-verified) and every one that a recorded measurement ran, and keeps beside them what the sources said when they were
-compiled, so that unchanged sources need no compilation to be believed.
-Certificates and measurements name binaries by the same digests: one that is not in the manifest any more is stale.
+A manifest is of one target and one compiler. It names every binary of the standard grids (what is
+compiled, what is verified) and every one that a recorded measurement ran, and keeps beside them
+what the sources said when they were compiled, so that unchanged sources need no compilation to be
+believed. Certificates and measurements name binaries by the same digests: one that is not in the
+manifest any more is stale.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ class Manifest:
 
     arch      target, as sm_90a
     compiler  `cubin.toolchain()`: binaries of another one are other binaries
-    written   by variant: what the sources said, by `variants.digest`, when all its binaries were compiled
+    written   by variant: what the sources said, by `variants.digest`, when all its binaries were
+              compiled
     """
 
     arch: str
@@ -50,7 +53,8 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a manifest and binaries compiled now say of each other, as "variant name"; failed: (name, reason)."""
+    """What a manifest and binaries compiled now say of each other, as "variant name"; failed:
+    (name, reason)."""
 
     same: int = 0
     changed: tuple[str, ...] = ()
@@ -71,7 +75,10 @@ def read(path: Path) -> Manifest:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         manifest = Manifest(**found)
-        texts = [*manifest.written.values(), *(d for named in manifest.binaries.values() for d in named.values())]
+        texts = [
+            *manifest.written.values(),
+            *(d for named in manifest.binaries.values() for d in named.values()),
+        ]
         if not all(isinstance(text, str) for text in (manifest.arch, manifest.compiler, *texts)):
             raise TypeError("digests must be texts")
     except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -85,13 +92,16 @@ def write(manifest: Manifest, path: Path) -> None:
         "arch": manifest.arch,
         "compiler": manifest.compiler,
         "written": dict(sorted(manifest.written.items())),
-        "binaries": {v: dict(sorted(named.items())) for v, named in sorted(manifest.binaries.items())},
+        "binaries": {
+            v: dict(sorted(named.items())) for v, named in sorted(manifest.binaries.items())
+        },
     }
     write_atomic(path, json.dumps(about, indent=0) + "\n")
 
 
 def name_of(problem: Problem, options: Mapping[str, Any]) -> str:
-    """A variant's binary by what decides it: "record q8 fp32 dim-first form=chunked gate_mode=1"."""
+    """A variant's binary by what decides it: "record q8 fp32 dim-first form=chunked
+    gate_mode=1"."""
     chosen = " ".join(f"{key}={options[key]}" for key in sorted(options))
     return f"{problem.kind} q{problem.tokens} {problem.state_dtype} {problem.conv_layout} {chosen}".rstrip()
 
@@ -110,12 +120,17 @@ def _chosen(variant: str, choices: tuple[tuple[str, Any], ...]) -> dict[str, Any
 
 
 def named(variant: str, recorded: Iterable[Measurement] = ()) -> dict[str, Case]:
-    """Every binary of a variant, by name: what is compiled, verified or was measured. Empty for Triton's."""
+    """Every binary of a variant, by name: what is compiled, verified or was measured. Empty for
+    Triton's."""
     from kda_kernels import variants
 
     if not variants.declared(variant).binaries:
         return {}
-    cases = [*compile_cases(variant), *verify_cases(variant), *(case_of(r) for r in recorded if _of(r, variant))]
+    cases = [
+        *compile_cases(variant),
+        *verify_cases(variant),
+        *(case_of(r) for r in recorded if _of(r, variant)),
+    ]
     return {name(case): replace(case, problem=_smallest(case.problem)) for case in cases}
 
 
@@ -136,7 +151,9 @@ def _of(measurement: Measurement, variant: str) -> bool:
 def case_of(measurement: Measurement) -> Case:
     """What a measurement ran."""
     return Case(
-        measurement.candidate.variant, tuple(sorted(measurement.candidate.options.items())), measurement.cell.problem
+        measurement.candidate.variant,
+        tuple(sorted(measurement.candidate.options.items())),
+        measurement.cell.problem,
     )
 
 
@@ -152,7 +169,11 @@ def recorded(results: Path, arch: str) -> list[Measurement]:
     for folder in sorted({path.parent for path in results.glob("*/*.jsonl")}):
         envs = json.loads((folder / "env.json").read_text(encoding="utf-8"))
         if {arch_of(env) for env in envs.values()} == {arch}:
-            found += [measurement for path in sorted(folder.glob("*.jsonl")) for measurement in load([path])]
+            found += [
+                measurement
+                for path in sorted(folder.glob("*.jsonl"))
+                for measurement in load([path])
+            ]
     return found
 
 
@@ -167,8 +188,11 @@ def compiled(
     jobs: int,
     listener: Callable[[build.Row, int], None] = lambda row, total: None,
 ) -> dict[str, dict[str, build.Row]]:
-    """Rows of the wanted binaries, by variant and name; what is in the cache is taken from there."""
-    flat = [(variant, key, case) for variant, cases in wanted.items() for key, case in cases.items()]
+    """Rows of the wanted binaries, by variant and name; what is in the cache is taken from
+    there."""
+    flat = [
+        (variant, key, case) for variant, cases in wanted.items() for key, case in cases.items()
+    ]
     rows = build.compile_all([(case, arch) for _, _, case in flat], jobs, listener)
     found: dict[str, dict[str, build.Row]] = {variant: {} for variant in wanted}
     for (variant, key, _), row in zip(flat, rows, strict=True):
@@ -179,7 +203,8 @@ def compiled(
 def made(
     arch: str, rows: Mapping[str, Mapping[str, build.Row]], known: Manifest | None = None
 ) -> tuple[Manifest, list[tuple[str, str]]]:
-    """A manifest of what was compiled, and what failed, with the reason. known: whose other variants stay in."""
+    """A manifest of what was compiled, and what failed, with the reason. known: whose other
+    variants stay in."""
     from kda_kernels import variants
     from kda_kernels.device import cubin
 
@@ -192,7 +217,9 @@ def made(
     for variant, named_rows in rows.items():
         binaries[variant] = {key: row.digest for key, row in named_rows.items() if row.digest}
         written[variant] = variants.digest(variant)
-        failed += [(f"{variant} {key}", row.reason or "") for key, row in named_rows.items() if row.broken]
+        failed += [
+            (f"{variant} {key}", row.reason or "") for key, row in named_rows.items() if row.broken
+        ]
     return Manifest(arch, compiler, written, binaries), failed
 
 
@@ -214,14 +241,20 @@ def compare(manifest: Manifest, rows: Mapping[str, Mapping[str, build.Row]]) -> 
 
 
 def sample(wanted: Mapping[str, Mapping[str, Case]], count: int) -> dict[str, dict[str, Case]]:
-    """Some `count` of the wanted binaries, of every variant its part, the same each time and spread over the names."""
+    """Some `count` of the wanted binaries, of every variant its part, the same each time and spread
+    over the names."""
     total = sum(map(len, wanted.values()))
     every = max(1, total // max(1, count))
-    return {variant: dict(sorted(cases.items())[every // 2 :: every]) for variant, cases in wanted.items()}
+    return {
+        variant: dict(sorted(cases.items())[every // 2 :: every])
+        for variant, cases in wanted.items()
+    }
 
 
 def unproven(manifest: Manifest, names: Sequence[str]) -> list[str]:
     """Variants whose sources say something else than when the manifest's binaries were compiled."""
     from kda_kernels import variants
 
-    return [v for v in names if v in manifest.binaries and manifest.written.get(v) != variants.digest(v)]
+    return [
+        v for v in names if v in manifest.binaries and manifest.written.get(v) != variants.digest(v)
+    ]

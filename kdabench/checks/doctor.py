@@ -1,4 +1,5 @@
-"""What this machine has and lacks: interpreter, libraries, GPU, cache, and whether the recorded results are current.
+"""What this machine has and lacks: interpreter, libraries, GPU, cache, and whether the recorded
+results are current.
 
 Every check is a function that returns findings; nothing here raises for a broken installation.
 """
@@ -50,7 +51,9 @@ def _python() -> Iterator[Finding]:
     if (3, 11) <= sys.version_info[:2] < (3, 14):
         yield Finding("python", "ok", version)
     else:
-        yield Finding("python", "missing", f"{version}; 3.11 to 3.13 needed", "make setup PYTHON=python3.11")
+        yield Finding(
+            "python", "missing", f"{version}; 3.11 to 3.13 needed", "make setup PYTHON=python3.11"
+        )
 
 
 def _importable(name: str, module: str) -> tuple[Any, Finding]:
@@ -79,9 +82,16 @@ def _torch() -> Iterator[Finding]:
     yield Finding("torch", "ok", build)
     if cuda is not None and cuda.startswith("13."):
         try:
-            yield Finding("cutlass for CUDA 13", "ok", metadata.version("nvidia-cutlass-dsl-libs-cu13"))
+            yield Finding(
+                "cutlass for CUDA 13", "ok", metadata.version("nvidia-cutlass-dsl-libs-cu13")
+            )
         except metadata.PackageNotFoundError:
-            yield Finding("cutlass for CUDA 13", "missing", "not installed", "pip install 'nvidia-cutlass-dsl[cu13]'")
+            yield Finding(
+                "cutlass for CUDA 13",
+                "missing",
+                "not installed",
+                "pip install 'nvidia-cutlass-dsl[cu13]'",
+            )
 
 
 def _packages() -> Iterator[Finding]:
@@ -102,7 +112,10 @@ def _nvml_devices() -> list[tuple[str, str]]:
     try:
         driver = _text(pynvml.nvmlSystemGetDriverVersion())
         count = pynvml.nvmlDeviceGetCount()
-        return [(_text(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(i))), driver) for i in range(count)]
+        return [
+            (_text(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(i))), driver)
+            for i in range(count)
+        ]
     except pynvml.NVMLError:
         return []
     finally:
@@ -116,7 +129,9 @@ def _text(value: str | bytes) -> str:
 def _gpu() -> Iterator[Finding]:
     devices = _nvml_devices()
     if not devices:
-        yield Finding("gpu", "absent", "no NVIDIA GPU or driver: sweep and run replay recorded measurements")
+        yield Finding(
+            "gpu", "absent", "no NVIDIA GPU or driver: sweep and run replay recorded measurements"
+        )
         return
     for index, (name, driver) in enumerate(devices):
         yield Finding(f"gpu {index}", "ok", f"{name}, driver {driver}")
@@ -129,7 +144,9 @@ def _gpu() -> Iterator[Finding]:
         yield Finding("cuda", "missing", str(error).splitlines()[0], "make setup")
         return
     if capability is None:
-        yield Finding("cuda", "missing", "torch finds no usable device", "a driver for torch's CUDA version")
+        yield Finding(
+            "cuda", "missing", "torch finds no usable device", "a driver for torch's CUDA version"
+        )
     elif capability not in _ARCHS:
         known = ", ".join(_ARCHS.values())
         found = f"compute capability {capability[0]}.{capability[1]}; the kernels are for {known}"
@@ -144,7 +161,9 @@ def _cache() -> Iterator[Finding]:
 
         folder = cache_dir()
     except Exception as error:
-        yield Finding("kernel cache", "missing", f"kda_kernels does not import: {error}", "make setup")
+        yield Finding(
+            "kernel cache", "missing", f"kda_kernels does not import: {error}", "make setup"
+        )
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -164,7 +183,11 @@ def _results(results: Path) -> Iterator[Finding]:
 
     recorded = devices.recorded(results)
     if not recorded:
-        yield Finding("results", "absent", f"no records in {results}: run from the checkout, or give --results")
+        yield Finding(
+            "results",
+            "absent",
+            f"no records in {results}: run from the checkout, or give --results",
+        )
         return
     for slug in recorded:
         files = len(list((results / slug).glob("*.jsonl")))
@@ -186,7 +209,9 @@ def _verified(folder: Path, slug: str) -> Finding:
             return Finding(name, "missing", found, f"kdabench binaries --check --arch {arch}")
         stale = []
         for variant in variants.NAMES:
-            if not binaries.to_verify(variant, manifest) <= set(known.get(variant, {}).get("binaries", ())):
+            if not binaries.to_verify(variant, manifest) <= set(
+                known.get(variant, {}).get("binaries", ())
+            ):
                 stale.append(variant)
         failed = [v for v in variants.NAMES if known.get(v, {}).get("failed")]
     except FileNotFoundError:
@@ -194,7 +219,9 @@ def _verified(folder: Path, slug: str) -> Finding:
     except Exception as error:
         return Finding(name, "missing", f"cannot tell: {type(error).__name__}: {error}", repair)
     if stale:
-        return Finding(name, "missing", f"changed since, or never verified: {', '.join(stale)}", repair)
+        return Finding(
+            name, "missing", f"changed since, or never verified: {', '.join(stale)}", repair
+        )
     if failed:
         return Finding(name, "missing", f"failing cases: {', '.join(failed)}", repair)
     return Finding(name, "ok", f"{len(known)} variants, binaries as verified")

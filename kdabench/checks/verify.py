@@ -1,8 +1,9 @@
-"""Correctness of every variant on a GPU: each case of the grid through a CUDA graph against the reference.
+"""Correctness of every variant on a GPU: each case of the grid through a CUDA graph against the
+reference.
 
-The outcome is kept in results/<device>/verified.json with the digests of the binaries that were checked, and of what
-their launches asked of the driver. So a test without a GPU can tell, by the manifest of binaries, whether what was
-verified is what the sources give today.
+The outcome is kept in results/<device>/verified.json with the digests of the binaries that were
+checked, and of what their launches asked of the driver. So a test without a GPU can tell, by the
+manifest of binaries, whether what was verified is what the sources give today.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Row:
-    """One case and its verdict: None is a pass, "unsupported: ..." was not run, anything else a failure.
+    """One case and its verdict: None is a pass, "unsupported: ..." was not run, anything else a
+    failure.
 
     code   "binary-launch" of what ran, as `kda_kernels.identity` names it; empty if nothing did
     """
@@ -46,7 +48,8 @@ def run(
     listener: Callable[[Row], None] = lambda row: None,
     choose: Callable[[Case], bool] = lambda case: True,
 ) -> list[Row]:
-    """Check the grid of `variants` on the current CUDA device. Raises RuntimeError if there is none."""
+    """Check the grid of `variants` on the current CUDA device. Raises RuntimeError if there is
+    none."""
     from kda_kernels.device.gpu import current_gpu
 
     cases = [case for variant in variants for case in verify_cases(variant) if choose(case)]
@@ -60,7 +63,8 @@ def run(
 
 
 def check(case: Case, seed: int = 1) -> Row:
-    """Check one case: two launches of fresh operands captured in one graph, poisoned, replayed, compared."""
+    """Check one case: two launches of fresh operands captured in one graph, poisoned, replayed,
+    compared."""
     import torch
 
     from kda_kernels import identity, variants
@@ -97,9 +101,15 @@ def check(case: Case, seed: int = 1) -> Row:
             conv_bias=case.conv_bias,
         )
 
-    warm, *tested = make(seed), _untied(case, make, seed + 1), _untied(case, make, seed + 1 + _SEEDS)
+    warm, *tested = (
+        make(seed),
+        _untied(case, make, seed + 1),
+        _untied(case, make, seed + 1 + _SEEDS),
+    )
     if isinstance(warm, CommitOperands):
-        expected: list[Any] = [[reference.commit(o, layer) for layer in range(len(o.states))] for o in tested]
+        expected: list[Any] = [
+            [reference.commit(o, layer) for layer in range(len(o.states))] for o in tested
+        ]
     else:
         expected = [reference.step(case.problem, o) for o in tested]
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -129,11 +139,13 @@ def check(case: Case, seed: int = 1) -> Row:
 
 
 _SEEDS = 10
-_FEW = 64  # items times tokens: above, one flipped gate drowns in the norm, and inputs without a tie are rare
+# items times tokens: above, one flipped gate drowns in the norm, and inputs without a tie are rare
+_FEW = 64
 
 
 def _untied(case: Case, make: Callable[[int], Any], first: int) -> Any:
-    """Where a step is small: operands of the first of some seeds that has no raw gate at a BF16 tie, if one has."""
+    """Where a step is small: operands of the first of some seeds that has no raw gate at a BF16
+    tie, if one has."""
     from kda_kernels.check import compare
 
     if case.problem.folds_only or case.problem.items * case.problem.tokens > _FEW:
@@ -146,7 +158,8 @@ def _untied(case: Case, make: Callable[[int], Any], first: int) -> Any:
 
 
 def unverified(rows: Sequence[Row]) -> list[str]:
-    """Of the variants that ran: kinds that one declares, but none of its cases could be of. Such would pass unseen."""
+    """Of the variants that ran: kinds that one declares, but none of its cases could be of. Such
+    would pass unseen."""
     ran = [row.case for row in rows if row.code]
     names = dict.fromkeys(row.case.variant for row in rows)
     return [f"{name}: kind {kind} is declared, and no case of it is supported"
@@ -154,7 +167,8 @@ def unverified(rows: Sequence[Row]) -> list[str]:
 
 
 def save(rows: Sequence[Row], path: Path, env: dict[str, Any]) -> None:
-    """Write the verdicts by variant; variants that were not run keep their entries. Raises OSError."""
+    """Write the verdicts by variant; variants that were not run keep their entries. Raises
+    OSError."""
     known = json.loads(path.read_text())["variants"] if path.exists() else {}
     for name in sorted({row.case.variant for row in rows}):
         ours = [row for row in rows if row.case.variant == name]
@@ -164,7 +178,9 @@ def save(rows: Sequence[Row], path: Path, env: dict[str, Any]) -> None:
             "unsupported": sum(row.verdict is not None and not row.failed for row in ours),
             "failed": [{**asdict(row.case), "verdict": row.verdict} for row in ours if row.failed],
             "binaries": sorted({row.code.partition("-")[0] for row in passed}),
-            "launches": launches((row.case.problem.kind, row.code.partition("-")[2]) for row in passed),
+            "launches": launches(
+                (row.case.problem.kind, row.code.partition("-")[2]) for row in passed
+            ),
         }
     write_atomic(path, json.dumps({"env": env, "variants": known}, indent=1, sort_keys=True) + "\n")
 
@@ -174,13 +190,18 @@ def launches(named: Iterable[tuple[str, str]]) -> dict[str, str]:
     of: dict[str, list[str]] = {}
     for kind, launch in named:
         of.setdefault(kind, []).append(launch)
-    return {kind: hashlib.sha256(" ".join(sorted(found)).encode()).hexdigest()[:16] for kind, found in of.items()}
+    return {
+        kind: hashlib.sha256(" ".join(sorted(found)).encode()).hexdigest()[:16]
+        for kind, found in of.items()
+    }
 
 
 def stale(variant: str, entry: Mapping[str, Any], manifest: Manifest, gpu: Gpu) -> list[str]:
-    """What of today's cases an entry of verified.json doesn't cover: names of binaries, and kinds of launches.
+    """What of today's cases an entry of verified.json doesn't cover: names of binaries, and kinds
+    of launches.
 
-    entry, manifest   of devices and binaries of `gpu.arch`. Compiles nothing; takes seconds for all variants.
+    entry, manifest   of devices and binaries of `gpu.arch`. Compiles nothing; takes seconds for all
+                      variants.
     """
     from kda_kernels import identity, variants
     from kdabench.checks import binaries

@@ -1,4 +1,5 @@
-"""The command line. Exit status 0, 1 for a finding, 2 for a mistake in the command or its input, 130 after Ctrl-C.
+"""The command line. Exit status 0, 1 for a finding, 2 for a mistake in the command or its input,
+130 after Ctrl-C.
 
 Commands import what they need when they run, so that `kdabench --help` stays fast.
 """
@@ -19,7 +20,8 @@ _ORDER = ("run", "sweep", "tune", "fit", "emit", "check", "choose", "plot", "com
           "verify",
           "list", "show", "export", "merge", "doctor")  # fmt: skip
 
-# The base of click's errors, which carries message and exit status; typer brings click along or depends on it.
+# The base of click's errors, which carries message and exit status; typer brings click along or
+# depends on it.
 _CommandLineError: type[Any] = typer.BadParameter.__mro__[2]
 
 
@@ -37,7 +39,10 @@ def _version(asked: bool) -> None:
 
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Print the version and end."
+        ),
     ] = False,
 ) -> None:
     """Benchmark and autotune the decode-side kernels of Kimi Delta Attention, and write the dispatch policy they need.
@@ -62,7 +67,9 @@ def _app() -> typer.Typer:
     )
     app.callback()(_root)
     groups = (policies, measuring, certifying, data, reviewing, tuning)
-    commands: dict[str, Callable[..., None]] = {n: command for group in groups for n, command in group.COMMANDS.items()}
+    commands: dict[str, Callable[..., None]] = {
+        n: command for group in groups for n, command in group.COMMANDS.items()
+    }
     for name in _ORDER:
         app.command(name)(_interruptible(commands[name]))
     return app
@@ -113,13 +120,18 @@ def _status(arguments: list[str]) -> int:
         if not _is_journal_error(error):
             raise
         console.error_line(str(error))
-        # The disk's or SQLite's own failure is a finding, a journal in use or of another sweep is the user's mistake.
+        # The disk's or SQLite's own failure is a finding, a journal in use or of another sweep is
+        # the user's mistake.
         return console.FINDING if isinstance(error.__cause__, Exception) else console.USAGE
 
 
 def _usage_error(error: Any) -> str:
     """One line for an error of the command line itself, with what might have been meant."""
-    command = getattr(getattr(error, "ctx", None), "command_path", "kdabench").removeprefix("kdabench").strip()
+    command = (
+        getattr(getattr(error, "ctx", None), "command_path", "kdabench")
+        .removeprefix("kdabench")
+        .strip()
+    )
     option, possible = getattr(error, "option_name", None), getattr(error, "possibilities", None)
     if option and possible:
         from difflib import get_close_matches

@@ -21,17 +21,25 @@ _SHOWN = 20
 
 
 def binaries(
-    check: Annotated[bool, typer.Option("--check", help="Compare with the manifest; write nothing.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Compare with the manifest; write nothing.")
+    ] = False,
     variant: Variants = None,
-    arch: Annotated[str, typer.Option("--arch", metavar="ARCH", help="Target, such as sm_100a.")] = "sm_90a",
+    arch: Annotated[
+        str, typer.Option("--arch", metavar="ARCH", help="Target, such as sm_100a.")
+    ] = "sm_90a",
     some: Annotated[
-        int | None, typer.Option("--sample", metavar="N", min=1, help="With --check: only some N binaries.")
+        int | None,
+        typer.Option("--sample", metavar="N", min=1, help="With --check: only some N binaries."),
     ] = None,
     manifest: Annotated[
-        Path | None, typer.Option("--manifest", metavar="FILE", help="Manifest (kernels/manifests/ARCH.json).")
+        Path | None,
+        typer.Option("--manifest", metavar="FILE", help="Manifest (kernels/manifests/ARCH.json)."),
     ] = None,
     results: Results = RESULTS,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Processes; as many as cores by default.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Processes; as many as cores by default.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write or compare the manifest of the kernels' machine code.
@@ -60,7 +68,9 @@ def binaries(
     path = manifest or code.path_of(arch)
     known = _known(path, arch, must=check)
     if check and known is not None and known.compiler != cubin.toolchain():
-        console.fail(f"{path}: made by compiler {known.compiler}, this is {cubin.toolchain()}: not comparable")
+        console.fail(
+            f"{path}: made by compiler {known.compiler}, this is {cubin.toolchain()}: not comparable"
+        )
     with console.user_input():
         recorded = code.recorded(results, arch)
     names = [name for name in chosen_variants(variant) if variants.declared(name).binaries]
@@ -87,7 +97,8 @@ def binaries(
 
 
 def _known(path: Path, arch: str, must: bool) -> Manifest | None:
-    """The manifest, if there is one. Ends the command if there `must` be one, or if it is of another target."""
+    """The manifest, if there is one. Ends the command if there `must` be one, or if it is of
+    another target."""
     from kdabench.checks import binaries as code
 
     if not path.is_file():
@@ -108,7 +119,9 @@ def _tell(found: Comparison, path: Path, as_json: bool) -> None:
         "does not compile": [f"{name}: {reason}" for name, reason in found.failed],
     }
     if as_json:
-        console.emit_json({"same": found.same, **{key.replace(" ", "_"): names for key, names in lists.items()}})
+        console.emit_json(
+            {"same": found.same, **{key.replace(" ", "_"): names for key, names in lists.items()}}
+        )
     else:
         console.line(f"{found.same} binaries as {path} says")
         for what, names in lists.items():

@@ -1,4 +1,5 @@
-"""What commands print: tables, JSON, one-line errors, progress. Plain text unless it goes to a terminal."""
+"""What commands print: tables, JSON, one-line errors, progress. Plain text unless it goes to a
+terminal."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def write(text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit doesn't complain
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # so that the flush at exit doesn't complain
         raise typer.Exit(BROKEN_PIPE) from None
 
 
@@ -49,7 +52,8 @@ def error_line(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """A remark beside the output proper; lost if the terminal is gone, which must not end the work."""
+    """A remark beside the output proper; lost if the terminal is gone, which must not end the
+    work."""
     with suppress(OSError):
         print(" ".join(text.split()), file=sys.stderr, flush=True)
 
@@ -62,7 +66,8 @@ def fail(text: str) -> NoReturn:
 
 @contextmanager
 def user_input() -> Iterator[None]:
-    """Around work whose ValueErrors and unreadable files are the user's to mend: one line, no traceback.
+    """Around work whose ValueErrors and unreadable files are the user's to mend: one line, no
+    traceback.
 
     Warnings are printed as lines, too.
     """
@@ -73,7 +78,13 @@ def user_input() -> Iterator[None]:
         warnings.showwarning = lambda message, *_, **__: note(f"warning: {message}")
         try:
             yield
-        except (ValueError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
+        except (
+            ValueError,
+            FileNotFoundError,
+            IsADirectoryError,
+            NotADirectoryError,
+            PermissionError,
+        ) as error:
             fail(describe(error))
 
 
@@ -84,19 +95,30 @@ def describe(error: BaseException) -> str:
     return str(error)
 
 
-def table(headings: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[int] = ()) -> str:
-    """Aligned columns, two spaces apart; the columns whose indices are in `right` are flush right."""
-    cells = [list(headings), *([("-" if value is None else str(value)) for value in row] for row in rows)]
+def table(
+    headings: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[int] = ()
+) -> str:
+    """Aligned columns, two spaces apart; the columns whose indices are in `right` are flush
+    right."""
+    cells = [
+        list(headings),
+        *([("-" if value is None else str(value)) for value in row] for row in rows),
+    ]
     widths = [max(len(row[i]) for row in cells) for i in range(len(headings))]
 
     def aligned(row: Sequence[str]) -> str:
-        padded = (v.rjust(w) if i in right else v.ljust(w) for i, (v, w) in enumerate(zip(row, widths, strict=True)))
+        padded = (
+            v.rjust(w) if i in right else v.ljust(w)
+            for i, (v, w) in enumerate(zip(row, widths, strict=True))
+        )
         return "  ".join(padded).rstrip()
 
     return "\n".join(map(aligned, cells)) + "\n"
 
 
-def show_table(headings: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[int] = ()) -> None:
+def show_table(
+    headings: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[int] = ()
+) -> None:
     """A table on stdout: drawn by rich on a terminal, plain text elsewhere."""
     if not sys.stdout.isatty():
         write(table(headings, rows, right=right))
@@ -143,12 +165,19 @@ def relative(path: Path) -> str:
 
 @contextmanager
 def progress() -> Iterator[Callable[[Event], None]]:
-    """A listener for a sweep: bar, time left and live best on a terminal; now and then a line elsewhere. On stderr."""
+    """A listener for a sweep: bar, time left and live best on a terminal; now and then a line
+    elsewhere. On stderr."""
     if not sys.stderr.isatty():
         yield _LineListener()
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     columns: tuple[Any, ...] = (
         TextColumn("cells"),
@@ -169,7 +198,12 @@ def progress() -> Iterator[Callable[[Event], None]]:
         if event.kind == "plan":
             skipped = event.done
             bar.reset(task, total=event.total - skipped, completed=0)
-        bar.update(task, total=event.total - skipped, completed=event.done - skipped, description=_cell_text(event))
+        bar.update(
+            task,
+            total=event.total - skipped,
+            completed=event.done - skipped,
+            description=_cell_text(event),
+        )
 
     def listen_while_it_shows(event: Event) -> None:
         with suppress(OSError):  # a terminal that is gone must not end the work
@@ -184,7 +218,8 @@ def progress() -> Iterator[Callable[[Event], None]]:
 
 
 class _LineListener:
-    """Progress where nobody watches: a line at the start, then at most one in ten seconds, and every note."""
+    """Progress where nobody watches: a line at the start, then at most one in ten seconds, and
+    every note."""
 
     def __init__(self) -> None:
         self._begin = self._last = time.monotonic()

@@ -1,4 +1,5 @@
-"""list, show, plot, export, merge: the commands about sweeps, journals and recorded measurements."""
+"""list, show, plot, export, merge: the commands about sweeps, journals and recorded
+measurements."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ Sweeps = Annotated[Path, typer.Option("--sweeps", metavar="FOLDER", help="Sweep 
 
 
 def list_all(
-    sweeps: Sweeps = Path("sweeps"), results: Results = RESULTS, out: Out = OUT, as_json: Json = False
+    sweeps: Sweeps = Path("sweeps"),
+    results: Results = RESULTS,
+    out: Out = OUT,
+    as_json: Json = False,
 ) -> None:
     """List sweeps, recorded devices, journals and variants.
 
@@ -34,7 +38,10 @@ def list_all(
     from kdabench.data import devices
 
     listed: dict[str, list[dict[str, Any]]] = {
-        "sweeps": [{"file": str(path), "question": _question(path)} for path in sorted(sweeps.glob("*.toml"))],
+        "sweeps": [
+            {"file": str(path), "question": _question(path)}
+            for path in sorted(sweeps.glob("*.toml"))
+        ],
         "devices": [
             {
                 "device": slug,
@@ -77,13 +84,18 @@ def _question(path: Path) -> str:
 
 Heads = Annotated[int | None, typer.Option(min=1, help="Only cells with this many heads.")]
 Requests = Annotated[int | None, typer.Option(min=1, help="Only cells with this many requests.")]
-Tokens = Annotated[int | None, typer.Option(min=1, help="Only cells with this many tokens per request.")]
+Tokens = Annotated[
+    int | None, typer.Option(min=1, help="Only cells with this many tokens per request.")
+]
 KindName = Annotated[str | None, typer.Option(help="Only cells of this kind.")]
 
 
 def show(
     target: Annotated[
-        str, typer.Argument(metavar="WHAT", help="A sweep file, a journal, a file of records, or a recorded device.")
+        str,
+        typer.Argument(
+            metavar="WHAT", help="A sweep file, a journal, a file of records, or a recorded device."
+        ),
     ],
     heads: Heads = None,
     requests: Requests = None,
@@ -115,7 +127,11 @@ def show(
         _show_summary(files, as_json)
         return
     for name, measurements in files.items():
-        files[name] = [r for r in measurements if all(getattr(r.cell, key) == value for key, value in limits.items())]
+        files[name] = [
+            r
+            for r in measurements
+            if all(getattr(r.cell, key) == value for key, value in limits.items())
+        ]
     _show_candidates(files, as_json)
 
 
@@ -147,14 +163,21 @@ def _show_sweep(path: Path, results: Path, as_json: bool) -> None:
         )
         return
     console.line(sweep.question)
-    console.line(f"{len(sweep.cells)} cells x {len(sweep.candidates)} candidates x {sweep.processes} processes")
+    console.line(
+        f"{len(sweep.cells)} cells x {len(sweep.candidates)} candidates x {sweep.processes} processes"
+    )
     console.line()
     rows: dict[tuple[object, ...], list[Cell]] = {}
     for cell in sweep.cells:
-        rows.setdefault((cell.kind, cell.tokens, cell.heads, cell.state_dtype, cell.context), []).append(cell)
+        rows.setdefault(
+            (cell.kind, cell.tokens, cell.heads, cell.state_dtype, cell.context), []
+        ).append(cell)
     console.show_table(
         ("kind", "tokens", "heads", "state", "context", "requests"),
-        [(*key, " ".join(map(str, sorted({c.requests for c in cells})))) for key, cells in rows.items()],
+        [
+            (*key, " ".join(map(str, sorted({c.requests for c in cells}))))
+            for key, cells in rows.items()
+        ],
         right=(1, 2),
     )
     console.line()
@@ -187,12 +210,17 @@ def _show_summary(files: Mapping[str, Sequence[Measurement]], as_json: bool) -> 
     if not rows:
         console.line("no records")
         return
-    shown = [(*list(row.values())[:-1], ", ".join(f"{n} {s}" for s, n in row["statuses"].items())) for row in rows]
+    shown = [
+        (*list(row.values())[:-1], ", ".join(f"{n} {s}" for s, n in row["statuses"].items()))
+        for row in rows
+    ]
     console.show_table(tuple(rows[0]), shown, right=(2, 5, 6, 7))
 
 
 def _show_candidates(files: Mapping[str, Sequence[Measurement]], as_json: bool) -> None:
-    rows = [row for name, measurements in files.items() for row in _candidate_rows(name, measurements)]
+    rows = [
+        row for name, measurements in files.items() for row in _candidate_rows(name, measurements)
+    ]
     if as_json:
         console.emit_json(rows)
         return
@@ -203,8 +231,20 @@ def _show_candidates(files: Mapping[str, Sequence[Measurement]], as_json: bool) 
     for row in rows:
         cell, quartiles = row["cell"], row["quartiles_us"]
         spread = None if quartiles is None else "{:.3f}..{:.3f}".format(*quartiles)
-        figures = (_number(row["median_us"], ".3f"), spread, row["samples"], _number(row["efficiency"], ".2f"))
-        where = (row["file"], cell["kind"], cell["tokens"], cell["heads"], cell["requests"], cell["context"])
+        figures = (
+            _number(row["median_us"], ".3f"),
+            spread,
+            row["samples"],
+            _number(row["efficiency"], ".2f"),
+        )
+        where = (
+            row["file"],
+            cell["kind"],
+            cell["tokens"],
+            cell["heads"],
+            cell["requests"],
+            cell["context"],
+        )
         shown.append((*where, row["candidate"], *figures, row["status"], row["reason"]))
     headings = (
         *("file", "kind", "q", "H", "R", "context", "candidate"),
@@ -223,8 +263,15 @@ def _candidate_rows(name: str, measurements: Sequence[Measurement]) -> list[dict
     order = {cell: i for i, cell in enumerate(dict.fromkeys(cell for cell, _ in pooled))}
     rows: list[tuple[tuple[int, float, str], dict[str, Any]]] = []
     for (cell, candidate), group in pooled.items():
-        samples = [us for measurement in group if measurement.status == "ok" for us in measurement.samples_us]
-        quartiles = np.percentile(samples, (25, 50, 75)) if samples else (math.inf, math.inf, math.inf)
+        samples = [
+            us
+            for measurement in group
+            if measurement.status == "ok"
+            for us in measurement.samples_us
+        ]
+        quartiles = (
+            np.percentile(samples, (25, 50, 75)) if samples else (math.inf, math.inf, math.inf)
+        )
         low, middle, high = (round(float(v), 3) for v in quartiles)
         trouble = next((r for r in group if r.status != "ok"), group[0])
         row = {
@@ -251,9 +298,12 @@ def plot(
         str, typer.Argument(metavar="SOURCE", help="A recorded device, or a journal (.db).")
     ] = "nvidia-h200",
     policy: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Policy module to show; the device's own by default.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Policy module to show; the device's own by default."),
     ] = None,
-    to: Annotated[Path | None, typer.Option("--to", metavar="FOLDER", help="Where to write the figures.")] = None,
+    to: Annotated[
+        Path | None, typer.Option("--to", metavar="FOLDER", help="Where to write the figures.")
+    ] = None,
     results: Results = RESULTS,
     as_json: Json = False,
 ) -> None:
@@ -290,7 +340,9 @@ def plot(
         console.fail(f"{source}: no records to draw")
     module = inputs.load_policy(policy or own) if policy or own.is_file() else None
     held = () if path.suffix == ".db" else tuple(emit.held(home))
-    written = write_plots(measurements, folder, name=name, sms=sms, policy=module, replay=replay, held=held)
+    written = write_plots(
+        measurements, folder, name=name, sms=sms, policy=module, replay=replay, held=held
+    )
     if as_json:
         console.emit_json([str(path) for path in written])
         return
@@ -299,7 +351,8 @@ def plot(
 
 
 def _fullest(files: Mapping[str, Sequence[Measurement]]) -> list[Measurement]:
-    """For each question the records of the file that has most of its cells: sessions are not mixed in one figure.
+    """For each question the records of the file that has most of its cells: sessions are not mixed
+    in one figure.
 
     Held-out cells are scattered on purpose, and not drawn.
     """
@@ -310,7 +363,9 @@ def _fullest(files: Mapping[str, Sequence[Measurement]]) -> list[Measurement]:
     for name, measurements in files.items():
         if name != HELD_OUT:
             for question, group in by_question(measurements).items():
-                best[question] = max(best.get(question, []), group, key=lambda rows: len({r.cell for r in rows}))
+                best[question] = max(
+                    best.get(question, []), group, key=lambda rows: len({r.cell for r in rows})
+                )
     return [measurement for group in best.values() for measurement in group]
 
 
@@ -327,10 +382,14 @@ def write_plots(
     from kdabench.review import plot
 
     inputs.require_writable(folder)
-    return plot.write_plots(measurements, folder, device=name, sms=sms, policy=policy, replay=replay, held=held)
+    return plot.write_plots(
+        measurements, folder, device=name, sms=sms, policy=policy, replay=replay, held=held
+    )
 
 
-def export(file: SweepFile, out: Out = OUT, results: Results = RESULTS, as_json: Json = False) -> None:
+def export(
+    file: SweepFile, out: Out = OUT, results: Results = RESULTS, as_json: Json = False
+) -> None:
     """Write a measured journal into the recorded results.
 
     They are RESULTS/<device>/<sweep>.jsonl and env.json. A replay is not a measurement and is refused.
@@ -360,7 +419,9 @@ def export(file: SweepFile, out: Out = OUT, results: Results = RESULTS, as_json:
 
 
 def merge(
-    journals: Annotated[list[Path], typer.Argument(metavar="JOURNAL...", help="Journals of one sweep.")],
+    journals: Annotated[
+        list[Path], typer.Argument(metavar="JOURNAL...", help="Journals of one sweep.")
+    ],
     to: Annotated[Path, typer.Option("--to", metavar="FILE", help="The new journal.")],
 ) -> None:
     """Join journals of one sweep into a new one.

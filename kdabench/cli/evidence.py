@@ -1,4 +1,5 @@
-"""What speaks for a policy, as plain text: for the terminal and for regret.txt. Same evidence, same text."""
+"""What speaks for a policy, as plain text: for the terminal and for regret.txt. Same evidence, same
+text."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ def text(policy: Policy, evidence: Evidence) -> str:
 def _lines(policy: Policy, evidence: Evidence) -> Iterator[str]:
     statuses = ", ".join(f"{count} {status}" for status, count in evidence.statuses.items())
     yield f"{evidence.cells} cells; records: {statuses}"
-    for what, cells in (("no variant has a time", evidence.without_winner), ("no pick has a time", evidence.uncovered)):
+    for what, cells in (
+        ("no variant has a time", evidence.without_winner),
+        ("no pick has a time", evidence.uncovered),
+    ):
         if cells:
             yield f"{what} in {len(cells)}: {_named(cells)}"
     for name, why in evidence.held.items():
@@ -32,7 +36,9 @@ def _lines(policy: Policy, evidence: Evidence) -> Iterator[str]:
     yield ""
     rows = [("policy", kind, *_figures(regret)) for kind, regret in evidence.regret.items()]
     for name, by_kind in evidence.baselines.items():
-        rows += [(name, kind, *_figures(regret)) for kind, regret in by_kind.items() if kind == "all"]
+        rows += [
+            (name, kind, *_figures(regret)) for kind, regret in by_kind.items() if kind == "all"
+        ]
     headings = ("choice", "kind", "cells", "mean", "p99", "max", "worst cell", "fastest picked")
     yield from console.table(headings, rows, right=(2, 3, 4, 5, 7)).splitlines()
     yield ""
@@ -63,7 +69,9 @@ def _certificate(certificate: Certificate | None) -> Iterator[str]:
     rows += [(name, "all", *_figures(regret)) for name, regret in certificate.baselines.items()]
     if certificate.bounds:
         bounds = (f"{100 * certificate.bounds[name]:.2f}" for name in ("geomean", "p99", "max"))
-        rows.insert(1, ("policy, 95 % bounds", "all", str(certificate.regret["all"].cells), *bounds, "", ""))
+        rows.insert(
+            1, ("policy, 95 % bounds", "all", str(certificate.regret["all"].cells), *bounds, "", "")
+        )
     headings = ("choice", "kind", "cells", "mean", "p99", "max", "worst cell", "fastest picked")
     yield from console.table(headings, rows, right=(2, 3, 4, 5, 7)).splitlines()
     if certificate.uncovered:
@@ -80,7 +88,9 @@ def markdown(certificate: Certificate) -> str:
         "| --- | --- | --- | --- | --- |",
     ]
     for name, regret in rows:
-        figures = " | ".join(f"{100 * value:.2f} %" for value in (regret.geomean, regret.p99, regret.max))
+        figures = " | ".join(
+            f"{100 * value:.2f} %" for value in (regret.geomean, regret.p99, regret.max)
+        )
         lines.append(f"| {name} | {regret.cells} | {figures} |")
     if certificate.bounds:
         bounds = (f"{100 * certificate.bounds[name]:.2f} %" for name in ("geomean", "p99", "max"))
@@ -93,18 +103,26 @@ def _figures(regret: Regret) -> tuple[str, ...]:
     return str(regret.cells), *figures, cell_name(regret.worst), f"{100 * regret.top1:.0f} %"
 
 
-def _thresholds(policy: Policy, intervals: Mapping[str, tuple[int | None, int | None] | None]) -> Iterator[str]:
+def _thresholds(
+    policy: Policy, intervals: Mapping[str, tuple[int | None, int | None] | None]
+) -> Iterator[str]:
     for kind, items in policy.stock_items.items():
         interval = intervals.get(kind)
         span = "no interval: fewer than two processes"
         if interval is not None:
             span = f"90 % interval: {_items(interval[0])} to {_items(interval[1])}"
-        rule = f"stock never takes {kind}" if items is None else f"stock takes {kind} from {items} items"
+        rule = (
+            f"stock never takes {kind}"
+            if items is None
+            else f"stock takes {kind} from {items} items"
+        )
         yield f"{rule} ({span})"
     for name in ("schedule", "spec_schedule"):
         table = getattr(policy, name)
         keys = sum(len(row) for row in table.values())
-        distinct = len({tuple(sorted(options.items())) for row in table.values() for options in row.values()})
+        distinct = len(
+            {tuple(sorted(options.items())) for row in table.values() for options in row.values()}
+        )
         yield f"{name.upper()}: {keys} keys, {distinct} different schedules"
 
 

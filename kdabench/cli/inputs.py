@@ -1,4 +1,5 @@
-"""What several commands read: sweeps with the variants' options, devices, records, policy modules."""
+"""What several commands read: sweeps with the variants' options, devices, records, policy
+modules."""
 
 from __future__ import annotations
 
@@ -17,15 +18,27 @@ if TYPE_CHECKING:
     from kdabench.data.measurements import Measurement
     from kdabench.data.sweep import Sweep
 
-SweepFile = Annotated[Path, typer.Argument(metavar="SWEEP.toml", help="A sweep file.", show_default=False)]
+SweepFile = Annotated[
+    Path, typer.Argument(metavar="SWEEP.toml", help="A sweep file.", show_default=False)
+]
 RecordedDevice = Annotated[
-    str, typer.Argument(metavar="DEVICE", help="A recorded device, such as nvidia-h200.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="DEVICE", help="A recorded device, such as nvidia-h200.", show_default=False
+    ),
 ]
 DeviceChoice = Annotated[
-    str, typer.Option("--device", metavar="DEVICE", help="auto, cuda, cuda:N or replay:<recorded device>.")
+    str,
+    typer.Option(
+        "--device", metavar="DEVICE", help="auto, cuda, cuda:N or replay:<recorded device>."
+    ),
 ]
-Results = Annotated[Path, typer.Option("--results", metavar="FOLDER", help="Recorded measurements, by device.")]
-Out = Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Journals and the output of local runs.")]
+Results = Annotated[
+    Path, typer.Option("--results", metavar="FOLDER", help="Recorded measurements, by device.")
+]
+Out = Annotated[
+    Path, typer.Option("--out", metavar="FOLDER", help="Journals and the output of local runs.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 RESULTS = Path("results")
@@ -65,7 +78,9 @@ def find_device(choice: str, results: Path) -> Device:
     import torch
 
     properties = torch.cuda.get_device_properties(int(found.removeprefix("cuda:")))
-    return Device(found, properties.name, devices.slug(properties.name), properties.multi_processor_count)
+    return Device(
+        found, properties.name, devices.slug(properties.name), properties.multi_processor_count
+    )
 
 
 def any_sms(results: Path) -> int | None:
@@ -99,7 +114,9 @@ def headline(device: Device, asked: str, results: Path) -> str:
     """First line of a command that measures or replays."""
     if not device.replay:
         return f"measuring on {device.name} ({device.choice}, {device.sms} SMs)"
-    where = f"the recorded measurements of {device.name} ({console.relative(results / device.slug)})"
+    where = (
+        f"the recorded measurements of {device.name} ({console.relative(results / device.slug)})"
+    )
     return f"no GPU found: replaying {where}" if asked == "auto" else f"replaying {where}"
 
 
@@ -123,7 +140,9 @@ def require_sweep_file(path: Path) -> None:
         from difflib import get_close_matches
 
         close = get_close_matches(str(path), known, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known) or 'none in sweeps'}"
+    hint = (
+        f"did you mean {close[0]}?" if close else f"known: {', '.join(known) or 'none in sweeps'}"
+    )
     console.fail(f"{path}: no such sweep file; {hint}")
 
 
@@ -135,12 +154,15 @@ def load_sweep(path: Path, sms: int | None) -> Sweep:
 
 
 def load_measurements(results: Path, device: str) -> tuple[Path, dict[str, list[Measurement]]]:
-    """A recorded device's folder, and its records by file: sweeps may share cells, so files are kept apart."""
+    """A recorded device's folder, and its records by file: sweeps may share cells, so files are
+    kept apart."""
     from kdabench.data import devices, measurements
 
     with console.user_input():
         folder = devices.results_folder(results, device)
-        return folder, {path.name: measurements.load([path]) for path in sorted(folder.glob("*.jsonl"))}
+        return folder, {
+            path.name: measurements.load([path]) for path in sorted(folder.glob("*.jsonl"))
+        }
 
 
 def load_policy(path: Path) -> ModuleType:
@@ -149,18 +171,29 @@ def load_policy(path: Path) -> ModuleType:
 
     with console.user_input():
         if not path.is_file():
-            raise ValueError(f"{path}: no policy there; write it with: kdabench emit {path.parent.name}")
+            raise ValueError(
+                f"{path}: no policy there; write it with: kdabench emit {path.parent.name}"
+            )
         try:
-            module = emit.load(path.read_text(encoding="utf-8"), f"kdabench_policy_{path.parent.name}")
+            module = emit.load(
+                path.read_text(encoding="utf-8"), f"kdabench_policy_{path.parent.name}"
+            )
         except Exception as error:
-            raise ValueError(f"{path}: not a policy module: {type(error).__name__}: {error}") from None
-        if not all(callable(getattr(module, name, None)) for name in ("choose", "ranked", "explain")):
-            raise ValueError(f"{path}: not a policy module: it lacks choose(), ranked() or explain()")
+            raise ValueError(
+                f"{path}: not a policy module: {type(error).__name__}: {error}"
+            ) from None
+        if not all(
+            callable(getattr(module, name, None)) for name in ("choose", "ranked", "explain")
+        ):
+            raise ValueError(
+                f"{path}: not a policy module: it lacks choose(), ranked() or explain()"
+            )
         return module
 
 
 def require_writable(folder: Path) -> None:
-    """Make a folder, and end the command if nothing can be written there: before hours of work, not after."""
+    """Make a folder, and end the command if nothing can be written there: before hours of work, not
+    after."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from kdabench.measure.session import Summary
 
 Budget = Annotated[
-    float | None, typer.Option("--budget", metavar="SECONDS", min=1, help="Begin no cell after this many seconds.")
+    float | None,
+    typer.Option(
+        "--budget", metavar="SECONDS", min=1, help="Begin no cell after this many seconds."
+    ),
 ]
 CellSeconds = Annotated[
     float | None,
@@ -32,7 +35,11 @@ CellSeconds = Annotated[
 ]
 Share = Annotated[
     str,
-    typer.Option("--share", metavar="K/N", help="Only every N-th cell from the K-th on; join the journals with merge."),
+    typer.Option(
+        "--share",
+        metavar="K/N",
+        help="Only every N-th cell from the K-th on; join the journals with merge.",
+    ),
 ]
 Adaptive = Annotated[
     bool,
@@ -44,7 +51,10 @@ Adaptive = Annotated[
 Target = Annotated[
     float | None,
     typer.Option(
-        "--target", metavar="PERCENT", min=0, help="With --adaptive: leave out where less than this can be lost (0.5)."
+        "--target",
+        metavar="PERCENT",
+        min=0,
+        help="With --adaptive: leave out where less than this can be lost (0.5).",
     ),
 ]
 Cells = Annotated[
@@ -52,7 +62,10 @@ Cells = Annotated[
     typer.Option("--cells", metavar="N", min=1, help="With --adaptive: choose at most N cells."),
 ]
 Variants = Annotated[
-    list[str] | None, typer.Option("--variant", metavar="NAME", help="Only this variant; may be given several times.")
+    list[str] | None,
+    typer.Option(
+        "--variant", metavar="NAME", help="Only this variant; may be given several times."
+    ),
 ]
 
 
@@ -188,7 +201,9 @@ def outcome(summary: Summary) -> str:
 def _false_alarms(summary: Summary) -> str:
     judged = sum(summary.twins.values())
     wrong = judged - summary.twins.get("same", 0)
-    return f"; {wrong} of {judged} found their best candidate different from itself" if judged else ""
+    return (
+        f"; {wrong} of {judged} found their best candidate different from itself" if judged else ""
+    )
 
 
 def finish(summary: Summary) -> None:
@@ -196,9 +211,13 @@ def finish(summary: Summary) -> None:
     if summary.without_winner:
         first, more = cell_name(summary.without_winner[0]), len(summary.without_winner) - 1
         others = f" and {more} more" if more else ""
-        console.error_line(f"no variant has a result in {first}{others}; the reasons: kdabench show {summary.journal}")
+        console.error_line(
+            f"no variant has a result in {first}{others}; the reasons: kdabench show {summary.journal}"
+        )
     if summary.stopped_by is not None:
-        console.error_line(f"interrupted: {summary.done} of {summary.total} are kept; the same command goes on")
+        console.error_line(
+            f"interrupted: {summary.done} of {summary.total} are kept; the same command goes on"
+        )
         raise typer.Exit(console.SIGNALLED + summary.stopped_by)
     if summary.without_winner:
         raise typer.Exit(console.FINDING)
@@ -209,7 +228,9 @@ def cell_name(cell: Cell) -> str:
     return text + (f" context={cell.context}" if cell.context != "layer" else "")
 
 
-def _estimate(plan: Sweep, target: inputs.Device, adaptive: bool, as_json: bool, most_cells: int | None) -> None:
+def _estimate(
+    plan: Sweep, target: inputs.Device, adaptive: bool, as_json: bool, most_cells: int | None
+) -> None:
     from kdabench.measure import session
     from kdabench.policy.adaptive import first_cells, rows_of
 
@@ -231,7 +252,9 @@ def _estimate(plan: Sweep, target: inputs.Device, adaptive: bool, as_json: bool,
         )
         return
     count = f"{first} cells at first, at most {cells}," if adaptive else f"{cells} cells"
-    console.line(f"{count} x {candidates} candidates x {plan.processes} processes on {target.choice}")
+    console.line(
+        f"{count} x {candidates} candidates x {plan.processes} processes on {target.choice}"
+    )
     console.line(f"{'at most ' if adaptive else ''}about {console.duration(seconds)}")
 
 
@@ -275,7 +298,9 @@ def verify(variant: Variants = None, results: Results = RESULTS, as_json: Json =
     names = chosen_variants(variant)
     with console.user_input():
         if session.find_device("auto", results).startswith("replay:"):
-            raise ValueError("verify needs an NVIDIA GPU, and this machine has none that torch can use")
+            raise ValueError(
+                "verify needs an NVIDIA GPU, and this machine has none that torch can use"
+            )
     target = inputs.find_device("cuda", results)
     inputs.require_writable(results / target.slug)
     rows = checks.run(names, listener=_report_failure)
@@ -286,11 +311,20 @@ def verify(variant: Variants = None, results: Results = RESULTS, as_json: Json =
         ours = [row for row in rows if row.case.variant == name]
         failed = sum(row.failed for row in ours)
         passed = sum(row.verdict is None for row in ours)
-        counts.append({"variant": name, "passed": passed, "unsupported": len(ours) - passed - failed, "failed": failed})
+        counts.append(
+            {
+                "variant": name,
+                "passed": passed,
+                "unsupported": len(ours) - passed - failed,
+                "failed": failed,
+            }
+        )
     if as_json:
         console.emit_json({"device": target.name, "file": str(path), "variants": counts})
     else:
-        console.show_table(tuple(counts[0]), [tuple(row.values()) for row in counts], right=(1, 2, 3))
+        console.show_table(
+            tuple(counts[0]), [tuple(row.values()) for row in counts], right=(1, 2, 3)
+        )
         console.line(f"written: {console.relative(path)}")
     unseen = checks.unverified(rows)
     for text in unseen:
@@ -323,9 +357,13 @@ def compile_kernels(
     variant: Variants = None,
     arch: Annotated[
         list[str] | None,
-        typer.Option("--arch", metavar="ARCH", help="Target, such as sm_100a; may be given several times."),
+        typer.Option(
+            "--arch", metavar="ARCH", help="Target, such as sm_100a; may be given several times."
+        ),
     ] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Processes; as many as cores by default.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Processes; as many as cores by default.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Cross-compile all kernels and report what they take.
@@ -370,7 +408,12 @@ def progress(what: str) -> Callable[[object, int], None]:
         nonlocal done
         done += 1
         if sys.stderr.isatty():
-            print(f"\r{done}/{total} {what}", end="\n" if done == total else "", file=sys.stderr, flush=True)
+            print(
+                f"\r{done}/{total} {what}",
+                end="\n" if done == total else "",
+                file=sys.stderr,
+                flush=True,
+            )
 
     return tick
 

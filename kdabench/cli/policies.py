@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from kdabench.cli import console, data, inputs, measuring, reviewing
-from kdabench.cli.inputs import OUT, RESULTS, DeviceChoice, Json, Out, RecordedDevice, Results, SweepFile
+from kdabench.cli.inputs import (
+    OUT,
+    RESULTS,
+    DeviceChoice,
+    Json,
+    Out,
+    RecordedDevice,
+    Results,
+    SweepFile,
+)
 
 if TYPE_CHECKING:
     from kdabench.data.measurements import Measurement
@@ -47,7 +56,9 @@ def run(
     inputs.require_sweep_file(file)
     target = inputs.find_device(device, results)
     plan = inputs.load_sweep(file, target.sms)
-    summary = measuring.run(plan, target, device, out=out, results=results, budget=budget, as_json=as_json)
+    summary = measuring.run(
+        plan, target, device, out=out, results=results, budget=budget, as_json=as_json
+    )
     if summary.interrupted:
         measuring.finish(summary)
     with Journal.read(summary.journal) as journal:
@@ -58,8 +69,14 @@ def run(
         held = held_back(results / target.slug)
     outcome = _fitted(summary, envs, held)
     written = _write(outcome, plan, summary, target, folder)
-    fitted = None if outcome.policy is None or outcome.evidence is None else (outcome.policy, outcome.evidence)
-    page = reviewing.of_run(plan, summary, target, envs, fitted or str(outcome.why_not), written, results)
+    fitted = (
+        None
+        if outcome.policy is None or outcome.evidence is None
+        else (outcome.policy, outcome.evidence)
+    )
+    page = reviewing.of_run(
+        plan, summary, target, envs, fitted or str(outcome.why_not), written, results
+    )
     written.append(folder / "report.html")
     reviewing.write(page, written[-1])
     if as_json:
@@ -90,24 +107,31 @@ class _Outcome:
     why_not: str | None = None
 
 
-def _fitted(summary: Summary, envs: Mapping[str, Mapping[str, Any]], held: Mapping[str, str]) -> _Outcome:
+def _fitted(
+    summary: Summary, envs: Mapping[str, Mapping[str, Any]], held: Mapping[str, str]
+) -> _Outcome:
     from kdabench.policy.fit import fit
     from kdabench.policy.regret import FitError
 
     try:
-        return _Outcome(*fit(summary.measurements, envs, default_schedule=inputs.default_schedule(), held=held))
+        return _Outcome(
+            *fit(summary.measurements, envs, default_schedule=inputs.default_schedule(), held=held)
+        )
     except FitError as error:
         return _Outcome(why_not=str(error))
 
 
 def _certifying(results: Path) -> dict[str, Any] | None:
-    """The default schedule where a module's header compares with it: beside held-out cells. Else nothing is loaded."""
+    """The default schedule where a module's header compares with it: beside held-out cells. Else
+    nothing is loaded."""
     from kdabench.policy.emit import HELD_OUT
 
     return inputs.default_schedule() if any(results.glob(f"*/{HELD_OUT}")) else None
 
 
-def _write(outcome: _Outcome, plan: Sweep, summary: Summary, target: inputs.Device, folder: Path) -> list[Path]:
+def _write(
+    outcome: _Outcome, plan: Sweep, summary: Summary, target: inputs.Device, folder: Path
+) -> list[Path]:
     """Policy, report and plots of a run; a replay is labelled in each."""
     from kdabench.cli import evidence
     from kdabench.policy import emit
@@ -124,7 +148,9 @@ def _write(outcome: _Outcome, plan: Sweep, summary: Summary, target: inputs.Devi
         module = emit.load(text)
         written.append(folder / "policy.py")
         emit.write_atomic(written[-1], text)
-        report += evidence.text(outcome.policy, outcome.evidence) + _checks(outcome.policy, outcome.evidence)
+        report += evidence.text(outcome.policy, outcome.evidence) + _checks(
+            outcome.policy, outcome.evidence
+        )
     else:
         report += f"No policy: {outcome.why_not}\n"
     written.append(folder / "regret.txt")
@@ -145,7 +171,10 @@ def _write(outcome: _Outcome, plan: Sweep, summary: Summary, target: inputs.Devi
 def fit(
     source: Annotated[
         list[str],
-        typer.Argument(metavar="SOURCE...", help="A recorded device, or files of records (.jsonl) or a journal (.db)."),
+        typer.Argument(
+            metavar="SOURCE...",
+            help="A recorded device, or files of records (.jsonl) or a journal (.db).",
+        ),
     ],
     results: Results = RESULTS,
     as_json: Json = False,
@@ -182,7 +211,8 @@ def fit(
 
 
 def _checks(policy: Policy, facts: Evidence) -> str:
-    """Rules that evidence.text leaves out, and what a policy must not do: lose to the default, jump over a cliff."""
+    """Rules that evidence.text leaves out, and what a policy must not do: lose to the default, jump
+    over a cliff."""
     return "".join(f"{line}\n" for line in (*_other_rules(policy, facts), *_guards(facts)))
 
 
@@ -234,7 +264,9 @@ def _files(source: list[str]) -> tuple[list[Measurement], Mapping[str, Mapping[s
             return journal.measurements(), journal.envs()
     for path in paths:
         if path.suffix != ".jsonl":
-            raise ValueError(f"{path}: one recorded device, one journal (.db), or files of records (.jsonl)")
+            raise ValueError(
+                f"{path}: one recorded device, one journal (.db), or files of records (.jsonl)"
+            )
     return measurements.load(paths), measurements.load_envs(paths)
 
 
@@ -252,13 +284,23 @@ def emit(
     device: RecordedDevice,
     form: Annotated[
         str | None,
-        typer.Option("--format", metavar="FORMAT", help="Print as json, constants or module; write nothing."),
+        typer.Option(
+            "--format", metavar="FORMAT", help="Print as json, constants or module; write nothing."
+        ),
     ] = None,
     diff: Annotated[
-        bool, typer.Option("--diff", help="Print what would change, cell by cell, then line by line; write nothing.")
+        bool,
+        typer.Option(
+            "--diff",
+            help="Print what would change, cell by cell, then line by line; write nothing.",
+        ),
     ] = False,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Forget the policy before: take new constants even if they gain nothing.")
+        bool,
+        typer.Option(
+            "--fresh",
+            help="Forget the policy before: take new constants even if they gain nothing.",
+        ),
     ] = False,
     results: Results = RESULTS,
 ) -> None:
@@ -327,7 +369,13 @@ def _changes(old: str, found: Regenerated) -> str:
     old_picks, new_picks = (regret.picks(found.grid, ranked) for ranked in (before, after))
     whole = certificate.gain(found.grid, old_picks, new_picks, resamples=200, seed=0)
     rows = [
-        (cell_name(c.cell), c.old, c.new, "-" if c.gain is None else _percent(c.gain.geomean), _interval(c.gain))
+        (
+            cell_name(c.cell),
+            c.old,
+            c.new,
+            "-" if c.gain is None else _percent(c.gain.geomean),
+            _interval(c.gain),
+        )
         for c in changed
     ]
     text = f"{len(changed)} of {len(found.grid.cells)} cells change; "
@@ -360,7 +408,9 @@ def check(results: Results = RESULTS, as_json: Json = False) -> None:
     with console.user_input():
         stale = emitting.check(results, _policies_folder(), _certifying(results))
     if as_json:
-        console.emit_json([{"path": str(s.path), "diff": s.diff, "repair": s.repair} for s in stale])
+        console.emit_json(
+            [{"path": str(s.path), "diff": s.diff, "repair": s.repair} for s in stale]
+        )
     else:
         for module in stale:
             console.write(module.diff)
@@ -368,7 +418,9 @@ def check(results: Results = RESULTS, as_json: Json = False) -> None:
             console.line(f"stale: {console.relative(module.path)}; repair: {module.repair}")
         if not stale:
             recorded = devices.recorded(results)
-            console.line(f"{len(recorded)} recorded device{'s' * (len(recorded) != 1)}: all generated modules current")
+            console.line(
+                f"{len(recorded)} recorded device{'s' * (len(recorded) != 1)}: all generated modules current"
+            )
     if stale:
         raise typer.Exit(console.FINDING)
 
@@ -378,10 +430,15 @@ def choose(
     requests: Annotated[int, typer.Option(help="Requests in the batch.")],
     tokens: Annotated[int, typer.Option(help="Tokens per request.")] = 1,
     kind: Annotated[
-        str | None, typer.Option(help="decode, spec, record or replay; decode for 1 token, else record.")
+        str | None,
+        typer.Option(help="decode, spec, record or replay; decode for 1 token, else record."),
     ] = None,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="A recorded device.")] = "nvidia-h200",
-    streamable: Annotated[bool, typer.Option(help="Whether the streaming variants may be picked.")] = True,
+    device: Annotated[
+        str, typer.Option(metavar="DEVICE", help="A recorded device.")
+    ] = "nvidia-h200",
+    streamable: Annotated[
+        bool, typer.Option(help="Whether the streaming variants may be picked.")
+    ] = True,
     results: Results = RESULTS,
     as_json: Json = False,
 ) -> None:
@@ -422,7 +479,9 @@ def _margin(ratio: float | None) -> str:
     if ratio is None:
         return "not measured against another variant here"
     percent = 100 * (ratio - 1)
-    return f"{abs(percent):.1f} % {'faster' if percent >= 0 else 'slower'} than the best other variant"
+    return (
+        f"{abs(percent):.1f} % {'faster' if percent >= 0 else 'slower'} than the best other variant"
+    )
 
 
 COMMANDS: dict[str, Callable[..., None]] = {

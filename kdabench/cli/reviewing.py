@@ -28,7 +28,8 @@ _SHOWN = 20  # rows of a verdict, unless all are asked for
 
 @dataclass(frozen=True)
 class _Source:
-    """A recorded device, a file of records or a journal. files: records by the name of their sweep"""
+    """A recorded device, a file of records or a journal. files: records by the name of their
+    sweep"""
 
     name: str
     files: Mapping[str, Sequence[Measurement]]
@@ -38,7 +39,9 @@ class _Source:
 
     def measurements(self, preferred: Sequence[str]) -> list[Measurement]:
         """Each cell from one file: of the preferred ones if it is in such, else of the fullest."""
-        order = sorted(self.files, key=lambda stem: (stem not in preferred, -len(self.files[stem]), stem))
+        order = sorted(
+            self.files, key=lambda stem: (stem not in preferred, -len(self.files[stem]), stem)
+        )
         owner: dict[Cell, str] = {}
         for stem in order:
             for measurement in self.files[stem]:
@@ -55,7 +58,9 @@ def _open(name: str, results: Path) -> _Source:
         stem = path.name.removesuffix(".db").removesuffix(".replay")
         with Journal.read(path) as journal:
             files = {stem: journal.measurements()}
-            return _Source(name, files, journal.envs(), path.with_name(stem) / "policy.py", journal.replay)
+            return _Source(
+                name, files, journal.envs(), path.with_name(stem) / "policy.py", journal.replay
+            )
     if path.suffix == ".jsonl":
         with console.user_input():
             files = {path.stem: measurements.load([path])}
@@ -63,22 +68,46 @@ def _open(name: str, results: Path) -> _Source:
     folder, by_file = inputs.load_measurements(results, name)
     with console.user_input():
         envs = measurements.load_envs([folder / "env.json"])
-    return _Source(name, {Path(file).stem: found for file, found in by_file.items()}, envs, folder / "policy.py")
+    return _Source(
+        name,
+        {Path(file).stem: found for file, found in by_file.items()},
+        envs,
+        folder / "policy.py",
+    )
 
 
 def compare(
-    a: Annotated[str, typer.Argument(metavar="A", help="A recorded device, a file of records (.jsonl), or a journal.")],
+    a: Annotated[
+        str,
+        typer.Argument(
+            metavar="A", help="A recorded device, a file of records (.jsonl), or a journal."
+        ),
+    ],
     b: Annotated[str, typer.Argument(metavar="B", help="The same, measured after the change.")],
-    best: Annotated[bool, typer.Option("--best", help="Compare the fastest of each side in each cell.")] = False,
-    policy: Annotated[bool, typer.Option("--policy", help="Compare what the policy of each side picks.")] = False,
+    best: Annotated[
+        bool, typer.Option("--best", help="Compare the fastest of each side in each cell.")
+    ] = False,
+    policy: Annotated[
+        bool, typer.Option("--policy", help="Compare what the policy of each side picks.")
+    ] = False,
     relative: Annotated[
-        float, typer.Option("--relative", metavar="PERCENT", min=0, max=99, help="What differs by less is the same.")
+        float,
+        typer.Option(
+            "--relative", metavar="PERCENT", min=0, max=99, help="What differs by less is the same."
+        ),
     ] = 1.0,
     absolute: Annotated[
-        float, typer.Option("--absolute", metavar="US", min=0, help="What differs by less is the same, too.")
+        float,
+        typer.Option(
+            "--absolute", metavar="US", min=0, help="What differs by less is the same, too."
+        ),
     ] = 0.05,
-    everything: Annotated[bool, typer.Option("--all", help="Show every row, those that are the same, too.")] = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="As Markdown, for a pull request.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Show every row, those that are the same, too.")
+    ] = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="As Markdown, for a pull request.")
+    ] = False,
     results: Results = RESULTS,
     as_json: Json = False,
 ) -> None:
@@ -135,7 +164,13 @@ def _side(source: _Source, other: _Source, module: Any) -> Side:
     from kdabench.review.compare import Side
 
     measurements = source.measurements(tuple(other.files))
-    return Side(source.name, measurements, source.envs, source.replay, None if module is None else module.ranked)
+    return Side(
+        source.name,
+        measurements,
+        source.envs,
+        source.replay,
+        None if module is None else module.ranked,
+    )
 
 
 def _show(found: Comparison, everything: bool) -> None:
@@ -151,11 +186,25 @@ def _show(found: Comparison, everything: bool) -> None:
     console.line(_counts(found))
 
 
-_HEADINGS = ("cell", "candidate", "A us", "B us", "B/A", "95 % interval", "cycles", "verdict", "note")
+_HEADINGS = (
+    "cell",
+    "candidate",
+    "A us",
+    "B us",
+    "B/A",
+    "95 % interval",
+    "cycles",
+    "verdict",
+    "note",
+)
 
 
 def _head(found: Comparison) -> Iterator[str]:
-    what = {"same": "the same candidates", "best": "the fastest of each side", "policy": "what the policy picks"}
+    what = {
+        "same": "the same candidates",
+        "best": "the fastest of each side",
+        "policy": "what the policy picks",
+    }
     yield f"A: {found.a}"
     yield f"B: {found.b}"
     yield (
@@ -182,7 +231,9 @@ def _chosen(found: Comparison, everything: bool) -> tuple[list[Row], list[str]]:
         "failed in B": [row for row in found.rows if row.lost],
         "faster": sorted(found.of("faster"), key=_distance),
         "unclear": sorted(found.of("unclear"), key=_distance),
-        "missing": sorted((row for row in found.of(None) if not row.lost), key=lambda row: row.a == row.b),
+        "missing": sorted(
+            (row for row in found.of(None) if not row.lost), key=lambda row: row.a == row.b
+        ),
         "same": found.of("same"),
     }
     if everything:
@@ -204,7 +255,9 @@ def _distance(row: Row) -> float:
 
 def _counts(found: Comparison) -> str:
     lost = sum(row.lost for row in found.rows)
-    counts = [f"{len(found.of(verdict))} {verdict}" for verdict in ("slower", "faster", "same", "unclear")]
+    counts = [
+        f"{len(found.of(verdict))} {verdict}" for verdict in ("slower", "faster", "same", "unclear")
+    ]
     counts += [f"{lost} failed in B"] * (lost > 0)
     counts += [f"{len(found.of(None)) - lost} missing on a side"]
     mean = "" if found.geomean is None else f"; geometric mean of B/A {found.geomean:.4f}"
@@ -231,7 +284,11 @@ def cell_name(cell: Cell) -> str:
     for field in fields(cell):
         value = getattr(cell, field.name)
         if field.name not in ("kind", "requests", "heads", "tokens") and value != field.default:
-            text += f" {value}" if isinstance(value, str) and value != "mix" else f" {field.name}={value}"
+            text += (
+                f" {value}"
+                if isinstance(value, str) and value != "mix"
+                else f" {field.name}={value}"
+            )
     return text
 
 
@@ -270,12 +327,18 @@ def _markdown_table(rows: Sequence[Row]) -> Iterator[str]:
 
 def report(
     source: Annotated[
-        str, typer.Argument(metavar="DEVICE", help="A recorded device, or a journal (.db).", show_default=False)
+        str,
+        typer.Argument(
+            metavar="DEVICE", help="A recorded device, or a journal (.db).", show_default=False
+        ),
     ],
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="The file; else report.html beside the policy.")
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="The file; else report.html beside the policy."),
     ] = None,
-    sweeps: Annotated[Path, typer.Option("--sweeps", metavar="FOLDER", help="Sweep files.")] = Path("sweeps"),
+    sweeps: Annotated[Path, typer.Option("--sweeps", metavar="FOLDER", help="Sweep files.")] = Path(
+        "sweeps"
+    ),
     results: Results = RESULTS,
 ) -> None:
     """Write one HTML file about a device, for a reviewer.
@@ -329,11 +392,16 @@ def of_run(
     written: Sequence[Path],
     results: Path,
 ) -> Subject:
-    """Of one sweep that has just ended. fitted: policy and evidence, or why there is none; written: figures among it"""
+    """Of one sweep that has just ended. fitted: policy and evidence, or why there is none; written:
+    figures among it"""
     from kdabench.review.report import Fitted, Measured, Subject
 
     again = f"kdabench run {console.relative(plan.path)}"
-    unfinished = () if summary.done == summary.total else (f"Unfinished: {summary.done} of {summary.total} are done.",)
+    unfinished = (
+        ()
+        if summary.done == summary.total
+        else (f"Unfinished: {summary.done} of {summary.total} are done.",)
+    )
     return Subject(
         device=target.name,
         replay=summary.replay,
@@ -378,7 +446,9 @@ def _fit_journal(found: _Source, held: Mapping[str, str]) -> tuple[Fitted | str,
 
     (measurements,) = found.files.values()
     try:
-        policy, evidence = fit.fit(measurements, found.envs, default_schedule=inputs.default_schedule(), held=held)
+        policy, evidence = fit.fit(
+            measurements, found.envs, default_schedule=inputs.default_schedule(), held=held
+        )
     except regret.FitError as error:
         return str(error), None
     return Fitted(policy, evidence), emit.emit(policy, evidence)
@@ -403,7 +473,9 @@ def _measured(found: _Source, sweeps: Path, sms: int) -> list[Measured]:
     return measured
 
 
-def _figures(found: _Source, name: str, sms: int, policy: str | None, held: Mapping[str, str]) -> list[tuple[str, str]]:
+def _figures(
+    found: _Source, name: str, sms: int, policy: str | None, held: Mapping[str, str]
+) -> list[tuple[str, str]]:
     from tempfile import TemporaryDirectory
 
     from kdabench.cli import data
@@ -413,19 +485,30 @@ def _figures(found: _Source, name: str, sms: int, policy: str | None, held: Mapp
     measurements = data._fullest(found.files)
     with TemporaryDirectory() as folder:
         paths = data.write_plots(
-            measurements, Path(folder), name=name, sms=sms, policy=module, replay=found.replay, held=tuple(held)
+            measurements,
+            Path(folder),
+            name=name,
+            sms=sms,
+            policy=module,
+            replay=found.replay,
+            held=tuple(held),
         )
         return _read_figures(measurements, paths)
 
 
-def _read_figures(measurements: Sequence[Measurement], paths: Sequence[Path]) -> list[tuple[str, str]]:
-    """Title and SVG of some records' figures, from those of the files that are SVG; what policies are about first."""
+def _read_figures(
+    measurements: Sequence[Measurement], paths: Sequence[Path]
+) -> list[tuple[str, str]]:
+    """Title and SVG of some records' figures, from those of the files that are SVG; what policies
+    are about first."""
     from kdabench.review.curves import by_question
 
     questions = {q.stem: q for q in by_question(measurements)}
     drawn = [(questions[path.stem], path) for path in paths if path.suffix == ".svg"]
     drawn.sort(key=lambda pair: (pair[0].context != "layer", KINDS.index(pair[0].kind)))
-    return [(f"{q.title}; {q.circumstances}", path.read_text(encoding="utf-8")) for q, path in drawn]
+    return [
+        (f"{q.title}; {q.circumstances}", path.read_text(encoding="utf-8")) for q, path in drawn
+    ]
 
 
 def _verified(folder: Path) -> Mapping[str, Any] | None:

@@ -30,25 +30,40 @@ _LINE_S = 5.0
 def tune(
     file: SweepFile,
     device: DeviceChoice = "auto",
-    trials: Annotated[int, typer.Option(min=1, help="Trials of a study, a variant in a cell.")] = 50,
+    trials: Annotated[
+        int, typer.Option(min=1, help="Trials of a study, a variant in a cell.")
+    ] = 50,
     budget: Annotated[
-        float | None, typer.Option(metavar="SECONDS", min=1, help="Begin no trial after this many seconds.")
+        float | None,
+        typer.Option(metavar="SECONDS", min=1, help="Begin no trial after this many seconds."),
     ] = None,
     variant: measuring.Variants = None,
     space: Annotated[
-        str, typer.Option(metavar="SPACE", help="sweep: its candidates; full: all that the variant can be.")
+        str,
+        typer.Option(
+            metavar="SPACE", help="sweep: its candidates; full: all that the variant can be."
+        ),
     ] = "sweep",
-    sampler: Annotated[str, typer.Option(metavar="NAME", help=f"{', '.join(_SAMPLERS)}.")] = "transfer",
+    sampler: Annotated[
+        str, typer.Option(metavar="NAME", help=f"{', '.join(_SAMPLERS)}.")
+    ] = "transfer",
     neighbours: Annotated[
-        bool, typer.Option("--neighbours", help="Try what wins in the nearest cells before the sampler is asked.")
+        bool,
+        typer.Option(
+            "--neighbours", help="Try what wins in the nearest cells before the sampler is asked."
+        ),
     ] = False,
     seed: Annotated[int, typer.Option(help="Of all that is random.")] = 0,
     compare: Annotated[
-        bool, typer.Option("--compare", help="On recorded samples: compare the samplers. Keeps no study.")
+        bool,
+        typer.Option(
+            "--compare", help="On recorded samples: compare the samplers. Keeps no study."
+        ),
     ] = False,
     seeds: Annotated[int, typer.Option(min=1, help="Of each sampler, with --compare.")] = 5,
     share: Annotated[
-        float, typer.Option(min=0.01, max=1, help="Of the exhaustive search's trials, with --compare.")
+        float,
+        typer.Option(min=0.01, max=1, help="Of the exhaustive search's trials, with --compare."),
     ] = 0.25,
     out: Out = OUT,
     results: Results = RESULTS,
@@ -80,7 +95,9 @@ def tune(
     plan = inputs.load_sweep(file, target.sms)
     names = _variants(variant, plan)
     if compare and not target.replay:
-        console.fail("--compare: the best of each cell must be known: --device replay:<recorded device>")
+        console.fail(
+            "--compare: the best of each cell must be known: --device replay:<recorded device>"
+        )
     first = inputs.headline(target, device, results)
     if as_json:
         console.note(first)
@@ -88,18 +105,26 @@ def tune(
         console.line(first)
     inputs.require_writable(out)
     options = tuning.Options(trials, sampler, seed, warm=neighbours)  # type: ignore[arg-type]
-    title = f"{plan.stem} on {target.name}" + (", replay of recorded measurements" if target.replay else "")
+    title = f"{plan.stem} on {target.name}" + (
+        ", replay of recorded measurements" if target.replay else ""
+    )
     if target.replay:
         with console.user_input():
             bench = RecordedBench(recorded(results / target.slug, plan))
-        tasks = _tasks(plan, names, lambda cell, name: _recorded_points(bench, plan, cell, name, space == "full"))
+        tasks = _tasks(
+            plan,
+            names,
+            lambda cell, name: _recorded_points(bench, plan, cell, name, space == "full"),
+        )
         _require(tasks, file, names)
         if compare:
             _compare(tasks, bench, seeds, share, out, plan.stem, title, as_json)
             return
         path = out / f"{plan.stem}.replay.tune.db"
         with tuning.open_storage(path) as storage, _progress() as listener:
-            summary = tuning.run(tasks, bench, storage, options, budget_s=budget, listener=listener, where=str(path))
+            summary = tuning.run(
+                tasks, bench, storage, options, budget_s=budget, listener=listener, where=str(path)
+            )
     else:
         summary = _measure(plan, names, space == "full", target, options, budget, out, file)
     _report(summary, plan, out, target, title, as_json)
@@ -118,7 +143,9 @@ def _variants(chosen: list[str] | None, plan: Sweep) -> list[str]:
 
 def _require(tasks: Sequence[Task], file: Path, names: Sequence[str]) -> None:
     if not tasks:
-        console.fail(f"{file}: nothing to choose from: no cell has two candidates of {', '.join(names)} that can run")
+        console.fail(
+            f"{file}: nothing to choose from: no cell has two candidates of {', '.join(names)} that can run"
+        )
 
 
 def _measure(
@@ -142,11 +169,15 @@ def _measure(
         _progress() as listener,
         WorkerBench(index, note=console.note) as bench,
     ):
-        return tuning.run(tasks, bench, storage, options, budget_s=budget, listener=listener, where=str(path))
+        return tuning.run(
+            tasks, bench, storage, options, budget_s=budget, listener=listener, where=str(path)
+        )
 
 
 def _tasks(
-    plan: Sweep, names: Sequence[str], points: Callable[[Cell, str], tuple[list[Point], Point | None]]
+    plan: Sweep,
+    names: Sequence[str],
+    points: Callable[[Cell, str], tuple[list[Point], Point | None]],
 ) -> list[Task]:
     """Of every variant and cell with at least two points."""
     from kdabench.tune.search import Task
@@ -160,7 +191,9 @@ def _point(candidate: Candidate) -> Point:
     from kda_kernels import variants
     from kdabench.tune.space import Point
 
-    return Point(candidate, variants.spec_dict(variants.make_spec(candidate.variant, candidate.options)))
+    return Point(
+        candidate, variants.spec_dict(variants.make_spec(candidate.variant, candidate.options))
+    )
 
 
 def _default(name: str) -> Point:
@@ -169,13 +202,18 @@ def _default(name: str) -> Point:
     return _point(Candidate.of(name, {}))
 
 
-def _supported_points(plan: Sweep, cell: Cell, name: str, full: bool, gpu: Any) -> tuple[list[Point], Point | None]:
+def _supported_points(
+    plan: Sweep, cell: Cell, name: str, full: bool, gpu: Any
+) -> tuple[list[Point], Point | None]:
     from kda_kernels import variants
 
     module = variants.load(name)
 
     def runs(point: Point) -> bool:
-        return module.unsupported(cell.problem, variants.make_spec(name, dict(point.options)), gpu) is None
+        return (
+            module.unsupported(cell.problem, variants.make_spec(name, dict(point.options)), gpu)
+            is None
+        )
 
     candidates = _every(name, cell) if full else [c for c in plan.candidates if c.variant == name]
     points = [point for point in map(_point, candidates) if runs(point)]
@@ -184,7 +222,8 @@ def _supported_points(plan: Sweep, cell: Cell, name: str, full: bool, gpu: Any) 
 
 
 def _every(name: str, cell: Cell) -> Iterator[Candidate]:
-    """All that the options can say but what is not for a tuner to choose, as what differs from the default.
+    """All that the options can say but what is not for a tuner to choose, as what differs from the
+    default.
 
     Ends the command if a variant lists no values of an option that counts something.
     """
@@ -202,13 +241,16 @@ def _every(name: str, cell: Cell) -> Iterator[Candidate]:
             console.fail(f"--space full: {name}: {error}")
     for values in product(*axes.values()):
         chosen = dict(zip(axes, values, strict=True))
-        yield Candidate.of(name, {o: value for o, value in chosen.items() if value != declared.defaults[o]})
+        yield Candidate.of(
+            name, {o: value for o, value in chosen.items() if value != declared.defaults[o]}
+        )
 
 
 def _recorded_points(
     bench: RecordedBench, plan: Sweep, cell: Cell, name: str, full: bool
 ) -> tuple[list[Point], Point | None]:
-    """What was recorded, of the sweep's candidates or of all. One with an option that is no more is left out."""
+    """What was recorded, of the sweep's candidates or of all. One with an option that is no more is
+    left out."""
     from kdabench.data.measurements import canonical
 
     points = []
@@ -244,7 +286,11 @@ def _progress() -> Iterator[Callable[[Event], None]]:
             console.note(f"{event.total} trials{kept}")
         elif event.done == event.total or now - last >= (0.2 if in_place else _LINE_S):
             last = now
-            best = "nothing works yet" if event.best is None else f"best {event.time_us:.2f} us {event.best}"
+            best = (
+                "nothing works yet"
+                if event.best is None
+                else f"best {event.time_us:.2f} us {event.best}"
+            )
             text = f"{event.done}/{event.total} {_name(event.task)}: {best}"
             if in_place:
                 sys.stderr.write(f"\r\x1b[K{text[:150]}")
@@ -261,15 +307,21 @@ def _name(task: Task | None) -> str:
     return "" if task is None else task.name.rpartition(" ")[0]
 
 
-def _report(summary: Summary, plan: Sweep, out: Path, target: inputs.Device, title: str, as_json: bool) -> None:
+def _report(
+    summary: Summary, plan: Sweep, out: Path, target: inputs.Device, title: str, as_json: bool
+) -> None:
     done = sum(len(o.finished) for o in summary.outcomes)
     if summary.interrupted:
         console.error_line(f"interrupted: {done} trials are kept; the same command goes on")
         raise typer.Exit(console.INTERRUPTED)
     from kdabench.review import search_plot
 
-    written = search_plot.write(summary.outcomes, out, f"{plan.stem}{'.replay' if target.replay else ''}.tune", title)
-    faster = [o for o in summary.outcomes if o.verdict is not None and o.verdict.verdict == "faster"]
+    written = search_plot.write(
+        summary.outcomes, out, f"{plan.stem}{'.replay' if target.replay else ''}.tune", title
+    )
+    faster = [
+        o for o in summary.outcomes if o.verdict is not None and o.verdict.verdict == "faster"
+    ]
     if faster:
         written.append(out / f"{plan.stem}{'.replay' if target.replay else ''}.tuned.toml")
         written[-1].write_text(_sweep_text(faster, title), encoding="utf-8")
@@ -285,7 +337,19 @@ def _report(summary: Summary, plan: Sweep, out: Path, target: inputs.Device, tit
         )
     else:
         rows = [_row(o) for o in summary.outcomes]
-        headings = ("study", "trials", "of", "pruned", "failed", "winner", "us", "default us", "gain %", "", "verdict")
+        headings = (
+            "study",
+            "trials",
+            "of",
+            "pruned",
+            "failed",
+            "winner",
+            "us",
+            "default us",
+            "gain %",
+            "",
+            "verdict",
+        )
         console.show_table(headings, rows, right=(1, 2, 3, 4, 6, 7, 8))
         what = "simulated on recorded samples" if target.replay else "measured"
         console.line(f"{done} trials {what}, in {console.relative(Path(summary.storage))}")
@@ -293,7 +357,9 @@ def _report(summary: Summary, plan: Sweep, out: Path, target: inputs.Device, tit
             console.line(console.relative(path))
     if summary.without_winner:
         first, more = summary.without_winner[0], len(summary.without_winner) - 1
-        console.error_line(f"nothing works in {_name(first)}" + (f" and {more} more" if more else ""))
+        console.error_line(
+            f"nothing works in {_name(first)}" + (f" and {more} more" if more else "")
+        )
         raise typer.Exit(console.FINDING)
 
 
@@ -304,7 +370,15 @@ def _row(outcome: Outcome) -> tuple[object, ...]:
     counts = (outcome.count(TrialState.PRUNED), outcome.count(TrialState.FAIL))
     row = (_name(outcome.task), len(outcome.finished), len(outcome.task.space.points), *counts)
     if v is None:
-        return (*row, None, None, None, None, "", "nothing works" if outcome.finished else "no trial")
+        return (
+            *row,
+            None,
+            None,
+            None,
+            None,
+            "",
+            "nothing works" if outcome.finished else "no trial",
+        )
     gain = None if v.gain is None else f"{_percent(v.gain):.1f}"
     known = v.low is not None and v.high is not None
     interval = f"{_percent(v.low or 0):.1f} to {_percent(v.high or 0):.1f}" if known else ""
@@ -333,7 +407,9 @@ def _study_json(outcome: Outcome) -> dict[str, Any]:
         "trials": len(outcome.finished),
         "pruned": outcome.count(TrialState.PRUNED),
         "failed": outcome.count(TrialState.FAIL),
-        "best_so_far_us": [value if value < float("inf") else None for value in outcome.best_so_far()],
+        "best_so_far_us": [
+            value if value < float("inf") else None for value in outcome.best_so_far()
+        ],
         "winner": None if v is None else v.winner.options,
         "time_us": None if v is None else v.time_us,
         "default_us": None if v is None else v.default_us,
@@ -344,19 +420,20 @@ def _study_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def _sweep_text(outcomes: Sequence[Outcome], title: str) -> str:
-    """A sweep of the winners that beat their default, with the default, in the cells where they do."""
+    """A sweep of the winners that beat their default, with the default, in the cells where they
+    do."""
     from dataclasses import asdict
 
     cells = list(dict.fromkeys(o.task.cell for o in outcomes))
     winners = {o.verdict.winner: None for o in outcomes if o.verdict is not None}
     variants = list(dict.fromkeys(c.variant for c in winners))
-    text = (
-        f'question = "Do the options that a search found ({title}) beat the default when measured like all others?"\n'
-    )
+    text = f'question = "Do the options that a search found ({title}) beat the default when measured like all others?"\n'
     text += f"variants = {json.dumps(variants)}\nprocesses = 3\n"
     for cell in cells:
         given = {key: value for key, value in asdict(cell).items() if value is not None}
-        text += "\n[[cells]]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in given.items())
+        text += "\n[[cells]]\n" + "".join(
+            f"{key} = {json.dumps(value)}\n" for key, value in given.items()
+        )
     for name in variants:
         won = [c.options for c in winners if c.variant == name]
         for options in [*([] if {} in won else [{}]), *won]:
@@ -387,12 +464,33 @@ def _compare(
     written = search_plot.write_comparison(found, out, f"{stem}.replay", f"{title}\n{text}")
     rows = [_way_row(way, [f for f in found if f.way == way]) for way in WAYS]
     if as_json:
-        keys = ("way", "regret", "regret_worst_seed", "within_1_percent", "worst_cell", "trials", "readings")
+        keys = (
+            "way",
+            "regret",
+            "regret_worst_seed",
+            "within_1_percent",
+            "worst_cell",
+            "trials",
+            "readings",
+        )
         console.emit_json([dict(zip(keys, row, strict=True)) for row in rows])
         return
-    headings = ("sampler", "regret %", "worst seed %", "within 1 % of cells", "worst cell %", "trials %", "readings %")
+    headings = (
+        "sampler",
+        "regret %",
+        "worst seed %",
+        "within 1 % of cells",
+        "worst cell %",
+        "trials %",
+        "readings %",
+    )
     shown = [
-        (row[0], *(f"{100 * value:.2f}" for value in row[1:3]), *(f"{100 * v:.0f}" for v in row[3:])) for row in rows
+        (
+            row[0],
+            *(f"{100 * value:.2f}" for value in row[1:3]),
+            *(f"{100 * v:.0f}" for v in row[3:]),
+        )
+        for row in rows
     ]
     console.show_table(headings, shown, right=tuple(range(1, 7)))
     for path in written:

@@ -23,8 +23,9 @@ class DeviceError(ValueError):
 def slug(name: str) -> str:
     """A folder name for a device: lower case, digits, hyphens.
 
-    Plain names (`NVIDIA H200`) turn into themselves in lower case and could be turned back. Any other name loses
-    something, so it ends in `--` and a digest, which no plain one does: distinct devices stay distinct.
+    Plain names (`NVIDIA H200`) turn into themselves in lower case and could be turned back. Any
+    other name loses something, so it ends in `--` and a digest, which no plain one does: distinct
+    devices stay distinct.
     """
     if len(name) <= _LONGEST and _PLAIN.fullmatch(name):
         return name.lower().replace(" ", "-")
@@ -40,7 +41,9 @@ def module_name(device: str) -> str:
 
 def _checked(device: str) -> str:
     if not _SLUG.fullmatch(device):
-        raise DeviceError(f"device: {device!r}: lower-case letters and digits joined by hyphens, such as nvidia-h200")
+        raise DeviceError(
+            f"device: {device!r}: lower-case letters and digits joined by hyphens, such as nvidia-h200"
+        )
     return device
 
 
@@ -54,7 +57,9 @@ def results_folder(results_dir: Path, device: str) -> Path:
     """The folder of a slug's records. Raises DeviceError naming the recorded devices."""
     known = recorded(results_dir)
     if _checked(device) not in known:
-        raise DeviceError(f"device: {device!r}: no records in {results_dir}; recorded: {', '.join(known) or 'none'}")
+        raise DeviceError(
+            f"device: {device!r}: no records in {results_dir}; recorded: {', '.join(known) or 'none'}"
+        )
     return results_dir / device
 
 
@@ -90,12 +95,15 @@ def parse(text: str) -> Choice:
 
 
 def replayed(results_dir: Path, choice: Choice) -> str:
-    """The slug a replay reads. Raises DeviceError if it has no records, or if several could be meant."""
+    """The slug a replay reads. Raises DeviceError if it has no records, or if several could be
+    meant."""
     known = recorded(results_dir)
     if choice.device is not None:
         return results_folder(results_dir, choice.device).name
     if len(known) != 1:
         listing = ", ".join(f"replay:{name}" for name in known) or f"none in {results_dir}"
         why = "no GPU found; " if choice.kind == "auto" else ""
-        raise DeviceError(f"device: {choice.kind!r}: {why}name the recorded device to replay: {listing}")
+        raise DeviceError(
+            f"device: {choice.kind!r}: {why}name the recorded device to replay: {listing}"
+        )
     return known[0]

@@ -1,4 +1,5 @@
-"""What one measurement says: the shapes of cells and records, shared by every stage after measuring.
+"""What one measurement says: the shapes of cells and records, shared by every stage after
+measuring.
 
 The exported form is one strict JSON line per (cell, variant, spec, process); see docs/measuring.md.
 """
@@ -65,7 +66,8 @@ _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=Fal
 
 
 def canonical(value: object) -> str:
-    """Sorted, compact, strict JSON: equal values give equal text. Raises ValueError for NaN and infinities."""
+    """Sorted, compact, strict JSON: equal values give equal text. Raises ValueError for NaN and
+    infinities."""
     return _ENCODER.encode(value)
 
 
@@ -110,7 +112,8 @@ class Cell:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A variant with its compile-time and launch choices, as canonical JSON so that it hashes and sorts."""
+    """A variant with its compile-time and launch choices, as canonical JSON so that it hashes and
+    sorts."""
 
     variant: str
     options_json: str
@@ -131,7 +134,8 @@ class Candidate:
 class Measurement:
     """The outcome of one candidate in one cell in one process.
 
-    samples_us    time per launch, raw, in the order taken; empty unless the status is ok or unstable
+    samples_us    time per launch, raw, in the order taken; empty unless the status is ok or
+                  unstable
     rounds        index of the round of each sample
     sm_clock_mhz, throttled   the GPU's state at each sample; None where it could not be read
     unique_bytes  bytes touched in one replay: what decides "cold"
@@ -159,7 +163,8 @@ class Measurement:
 
     @property
     def line(self) -> str:
-        """`canonical` of `to_json`, but cell and spec are encoded once for all records that share them."""
+        """`canonical` of `to_json`, but cell and spec are encoded once for all records that share
+        them."""
         text = canonical(self._own_json())
         # Quotes are escaped inside strings: only the keys themselves are found.
         text = text.replace('"cell":null', f'"cell":{self.cell.key}', 1)
@@ -187,7 +192,8 @@ class Measurement:
 
     @classmethod
     def from_json(cls, data: object, where: str = "record") -> Measurement:
-        """The inverse of `to_json`, strict. Raises RecordError naming `where`, key, value and the rule."""
+        """The inverse of `to_json`, strict. Raises RecordError naming `where`, key, value and the
+        rule."""
         line = _object(data, _KEYS, where)
         if type(line["schema"]) is not int or line["schema"] != SCHEMA:
             _fail(where, "schema", line["schema"], f"this version reads {SCHEMA}")
@@ -196,7 +202,10 @@ class Measurement:
             _fail(where, "variant", line["variant"], "a name")
         samples = _samples(where, line["samples_us"], status)
         options = _options(line["spec"], where)
-        columns = {key: _column(where, key, line[key], len(samples)) for key in ("rounds", "sm_clock_mhz", "throttled")}
+        columns = {
+            key: _column(where, key, line[key], len(samples))
+            for key in ("rounds", "sm_clock_mhz", "throttled")
+        }
         return cls(
             cell=_cell(line["cell"], where),
             candidate=_shared_candidate(line["variant"], *options, *options.values()),
@@ -216,7 +225,8 @@ CELL_FIELDS = tuple(f.name for f in fields(Cell))
 
 
 class MeasurementError(ValueError):
-    """Not a record, or not one that may be mixed with the others. One line: where, key, value and the rule."""
+    """Not a record, or not one that may be mixed with the others. One line: where, key, value and
+    the rule."""
 
 
 _KEYS = frozenset(
@@ -245,7 +255,9 @@ _SHOWN = 80  # characters of a bad value that an error quotes
 
 def _fail(where: str, key: str, value: object, rule: str) -> NoReturn:
     text = repr(value)
-    raise MeasurementError(f"{where}: {key}: {text if len(text) <= _SHOWN else text[:_SHOWN] + '...'}: {rule}")
+    raise MeasurementError(
+        f"{where}: {key}: {text if len(text) <= _SHOWN else text[:_SHOWN] + '...'}: {rule}"
+    )
 
 
 def _object(data: object, known: frozenset[str], where: str) -> dict[str, Any]:
@@ -282,7 +294,12 @@ _CODE = re.compile(r"[0-9A-Za-z]+-[0-9A-Za-z]+")
 
 def _code(where: str, value: Any, status: str) -> str:
     if not isinstance(value, str) or not (_CODE.fullmatch(value) or (not value and status != "ok")):
-        _fail(where, "code", value, "names of a binary and a launch, as 0a1b-2c3d; empty only if nothing could run")
+        _fail(
+            where,
+            "code",
+            value,
+            "names of a binary and a launch, as 0a1b-2c3d; empty only if nothing could run",
+        )
     return value
 
 
@@ -360,7 +377,8 @@ def _shared_candidate(variant: str, *options: Any) -> Candidate:
 
 
 def cell_order(cell: Cell) -> tuple[Any, ...]:
-    """Sort key of cells. Heads, kind and tokens first, so that a worker can reuse weights between neighbours."""
+    """Sort key of cells. Heads, kind and tokens first, so that a worker can reuse weights between
+    neighbours."""
     return (
         cell.heads,
         KINDS.index(cell.kind),
@@ -387,7 +405,9 @@ def measurement_order(measurement: Measurement) -> tuple[Any, ...]:
 
 def dumps(measurements: Iterable[Measurement]) -> str:
     """Sorted, strict JSON lines: the same records give the same text."""
-    lines = sorted((measurement_order(measurement), measurement.line) for measurement in measurements)
+    lines = sorted(
+        (measurement_order(measurement), measurement.line) for measurement in measurements
+    )
     return "".join(line + "\n" for _, line in lines)
 
 
@@ -436,14 +456,17 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise MeasurementError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise MeasurementError(
+            f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from None
 
 
 def load(paths: Iterable[Path]) -> list[Measurement]:
     """All records of some exported files, sorted, fit to be mixed.
 
-    Raises RecordError naming file and line for a line that is not a record, a record that occurs twice, an unknown
-    environment, or a mixture that provenance.py forbids. Soft differences are a ProvenanceWarning naming the fields.
+    Raises RecordError naming file and line for a line that is not a record, a record that occurs
+    twice, an unknown environment, or a mixture that provenance.py forbids. Soft differences are a
+    ProvenanceWarning naming the fields.
     """
     from kdabench.data import provenance  # which itself needs `canonical` from here
 
@@ -453,7 +476,9 @@ def load(paths: Iterable[Path]) -> list[Measurement]:
         for where, line in _lines(paths):
             measurement = Measurement.from_json(parse_json(line, where), where)
             if (
-                found.setdefault((measurement.cell, measurement.candidate, measurement.process), measurement)
+                found.setdefault(
+                    (measurement.cell, measurement.candidate, measurement.process), measurement
+                )
                 is not measurement
             ):
                 raise MeasurementError(
@@ -487,7 +512,8 @@ def _lines(paths: Iterable[Path]) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Records have no cycles: the collector would walk a growing number of them again and again, for nothing."""
+    """Records have no cycles: the collector would walk a growing number of them again and again,
+    for nothing."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -498,13 +524,17 @@ def _without_collector() -> Iterator[None]:
 
 
 def _require_cold(measurement: Measurement, l2_bytes: int | None, path: Path) -> None:
-    """Raises RecordError for a time that is called cold, though one replay of it fits into the L2."""
+    """Raises RecordError for a time that is called cold, though one replay of it fits into the
+    L2."""
     if measurement.status != "ok" or measurement.cell.l2 != "cold" or not isinstance(l2_bytes, int):
         return
     if l2_state(measurement.unique_bytes, l2_bytes) != "cold":
         rule = f"below {COLD_FACTOR} x the L2 of {l2_bytes} bytes is not cold"
         _fail(
-            f"{path}: {measurement.candidate}, {measurement.cell.key}", "unique_bytes", measurement.unique_bytes, rule
+            f"{path}: {measurement.candidate}, {measurement.cell.key}",
+            "unique_bytes",
+            measurement.unique_bytes,
+            rule,
         )
 
 

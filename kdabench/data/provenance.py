@@ -1,7 +1,8 @@
 """Where a measurement comes from, and which measurements may stand side by side.
 
-An environment is the flat dict of environment.py; a value that could not be read is None. Each field has a class:
-a *hard* difference forbids mixing, a *soft* one is named in a warning, a *free* one is fine.
+An environment is the flat dict of environment.py; a value that could not be read is None. Each
+field has a class: a *hard* difference forbids mixing, a *soft* one is named in a warning, a *free*
+one is fine.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ FIELDS: dict[str, FieldClass] = {
     "git_revision": "free",
     "git_dirty": "free",
 }
-"""The class of each field of an environment. What ran is named in every record, and that is hard, too."""
+"""The class of each field of an environment. What ran is named in every record, and that is hard,
+too."""
 
 
 class ProvenanceError(ValueError):
@@ -54,7 +56,8 @@ def digest(env: Mapping[str, Any]) -> str:
 
 
 def check_mix(envs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Warnings, one for each soft field that differs. A field that `FIELDS` doesn't know counts as soft.
+    """Warnings, one for each soft field that differs. A field that `FIELDS` doesn't know counts as
+    soft.
 
     Raises ProvenanceError if a hard field differs.
     """
@@ -65,16 +68,19 @@ def check_mix(envs: Sequence[Mapping[str, Any]]) -> list[str]:
         if len(values) < 2 or kind == "free":
             continue
         if kind == "hard":
-            raise ProvenanceError(f"{field}: {' and '.join(values)}: such measurements must not be mixed")
+            raise ProvenanceError(
+                f"{field}: {' and '.join(values)}: such measurements must not be mixed"
+            )
         warnings.append(f"{field} differs between the measurements: {', '.join(values)}")
     return warnings
 
 
 def check_kernels(measurements: Iterable[Measurement]) -> None:
-    """Raises ProvenanceError if records that should be of one binary, or of one launch of it, are not; says of which.
+    """Raises ProvenanceError if records that should be of one binary, or of one launch of it, are
+    not; says of which.
 
-    A candidate has one binary for all cells of a kind, tokens, state dtype and window layout, and one
-    launch per cell. An empty code (nothing could run) agrees with any.
+    A candidate has one binary for all cells of a kind, tokens, state dtype and window layout, and
+    one launch per cell. An empty code (nothing could run) agrees with any.
     """
     binaries: dict[tuple[object, ...], str] = {}
     launches: dict[tuple[object, ...], str] = {}
@@ -86,6 +92,10 @@ def check_kernels(measurements: Iterable[Measurement]) -> None:
         compiled = (candidate, cell.kind, cell.tokens, cell.state_dtype, cell.conv_layout)
         if (seen := binaries.setdefault(compiled, binary)) != binary:
             of = f"{candidate}, {cell.kind} of {cell.tokens} tokens, {cell.state_dtype}, {cell.conv_layout}"
-            raise ProvenanceError(f"binary of {of}: {seen} and {binary}: such measurements must not be mixed")
+            raise ProvenanceError(
+                f"binary of {of}: {seen} and {binary}: such measurements must not be mixed"
+            )
         if (seen := launches.setdefault((candidate, cell), launch)) != launch:
-            raise ProvenanceError(f"launch of {candidate}, {cell.key}: {seen} and {launch}: they must not be mixed")
+            raise ProvenanceError(
+                f"launch of {candidate}, {cell.key}: {seen} and {launch}: they must not be mixed"
+            )

@@ -13,7 +13,8 @@
     [options.KdaSplit]      # or several [[options.KdaSplit]]; the product of its axes
     split = [1, 2, 4]
 
-Everything is strict: what isn't understood fails with one line that names file, key, value and the rule.
+Everything is strict: what isn't understood fails with one line that names file, key, value and the
+rule.
 """
 
 from __future__ import annotations
@@ -29,7 +30,16 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from kda_kernels.problem import CONV_LAYOUTS, KINDS, STATE_DTYPES
-from kdabench.data.measurements import CONTEXTS, INPUTS, L2, Candidate, Cell, OptionValue, canonical, cell_order
+from kdabench.data.measurements import (
+    CONTEXTS,
+    INPUTS,
+    L2,
+    Candidate,
+    Cell,
+    OptionValue,
+    canonical,
+    cell_order,
+)
 
 KnownOptions = Mapping[str, Mapping[str, type]]
 """The option names and types (int, str or bool) of every known variant."""
@@ -80,7 +90,8 @@ class Sweep:
 
     @cached_property
     def digest(self) -> str:
-        """Of all that decides what is measured: cells, candidates, processes. Not of the question's wording."""
+        """Of all that decides what is measured: cells, candidates, processes. Not of the question's
+        wording."""
         content = {
             "cells": [asdict(cell) for cell in self.cells],
             "candidates": [[c.variant, c.options] for c in self.candidates],
@@ -106,12 +117,14 @@ def _parse(path: Path) -> dict[str, Any]:
         raise SweepError(f"{path}: not TOML: {' '.join(str(error).split())}") from None
 
 
-def wave_requests(heads: int, splits: Sequence[int], sms: int, lo: int, hi: int, waves: int = 2) -> list[int]:
-    """Request counts from lo to hi around which `items * split` fills one or two waves of `sms` CTAs, or up to `waves`
-    with a split of 1.
+def wave_requests(
+    heads: int, splits: Sequence[int], sms: int, lo: int, hi: int, waves: int = 2
+) -> list[int]:
+    """Request counts from lo to hi around which `items * split` fills one or two waves of `sms`
+    CTAs, or up to `waves` with a split of 1.
 
-    Where a count fills a wave exactly, it and both its neighbours; else the counts just below and just above.
-    Raises ValueError if heads, sms, waves or a split is below one.
+    Where a count fills a wave exactly, it and both its neighbours; else the counts just below and
+    just above. Raises ValueError if heads, sms, waves or a split is below one.
     """
     if min(heads, sms, waves, *splits) < 1:
         raise ValueError(f"counts must be >= 1: {heads=} {splits=} {sms=} {waves=}")
@@ -146,10 +159,14 @@ class _Reader:
         if self.count("processes", processes) > MAX_PROCESSES:
             self.fail("processes", processes, f"at most {MAX_PROCESSES}")
         candidates = self.candidates(variants, data.get("options", {}))
-        cells = self.cells(data["cells"], sorted({int(c.options.get("split", 1)) for c in candidates}))
+        cells = self.cells(
+            data["cells"], sorted({int(c.options.get("split", 1)) for c in candidates})
+        )
         return Sweep(self.path, question.strip(), tuple(variants), processes, cells, candidates)
 
-    def keys(self, where: str, table: object, known: Sequence[str], required: Sequence[str] = ()) -> None:
+    def keys(
+        self, where: str, table: object, known: Sequence[str], required: Sequence[str] = ()
+    ) -> None:
         if not isinstance(table, dict):
             self.fail(where or "file", table, "a table")
         prefix = f"{where}." if where else ""
@@ -169,7 +186,8 @@ class _Reader:
         return [(f"{where}[{index}]", table) for index, table in enumerate(value)]
 
     def axis(self, key: str, value: object) -> list[Any]:
-        """The values of a list or a single value; not empty, no value twice, no tables or lists inside."""
+        """The values of a list or a single value; not empty, no value twice, no tables or lists
+        inside."""
         values = value if isinstance(value, list) else [value]
         if not values:
             self.fail(key, value, "an axis needs at least one value")
@@ -215,7 +233,9 @@ class _Reader:
                 if key == "split":
                     self.count(f"{where}.split", value)
         self.bounded(where, axes, MAX_CANDIDATES, "candidates")
-        return (dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values()))
+        return (
+            dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())
+        )
 
     def bounded(self, where: str, axes: Mapping[str, list[Any]], limit: int, what: str) -> int:
         size = math.prod(map(len, axes.values()))
@@ -240,7 +260,11 @@ class _Reader:
             waves = 2 if waves else 0
         elif type(waves) is not int or not 1 <= waves <= MAX_WAVES:
             self.fail(f"{where}.waves", waves, f"true, false or an integer from 1 to {MAX_WAVES}")
-        axes = {key: self.axis(f"{where}.{key}", value) for key, value in table.items() if key != "waves"}
+        axes = {
+            key: self.axis(f"{where}.{key}", value)
+            for key, value in table.items()
+            if key != "waves"
+        }
         for key, axis in axes.items():
             for value in axis:
                 if key in _COUNTS:
@@ -262,8 +286,12 @@ class _Reader:
             self.fail(where, values, str(error))
         return cell
 
-    def waves(self, where: str, cell: Cell, splits: list[int], requests: list[int], waves: int) -> Iterator[Cell]:
+    def waves(
+        self, where: str, cell: Cell, splits: list[int], requests: list[int], waves: int
+    ) -> Iterator[Cell]:
         if self.sms is None:
             self.fail(f"{where}.waves", waves, "needs the SM count of a device: none is at hand")
-        for extra in wave_requests(cell.heads, splits, self.sms, min(requests), max(requests), waves):
+        for extra in wave_requests(
+            cell.heads, splits, self.sms, min(requests), max(requests), waves
+        ):
             yield replace(cell, requests=extra)

@@ -1,9 +1,10 @@
-"""One cell on the GPU: operands, neighbours, correctness, graphs. Runs inside a worker; sees suite and kernels.
+"""One cell on the GPU: operands, neighbours, correctness, graphs. Runs inside a worker; sees suite
+and kernels.
 
-A graph launches the step once for each of P independent copies of a layer (own state, window, records, slots,
-weights), so no launch finds what another one left in the cache. In context `layer` each step stands between its real
-neighbours, the projection GEMM that writes its input and the output-projection GEMM that reads its output; those two
-alone are the baseline that is taken off.
+A graph launches the step once for each of P independent copies of a layer (own state, window,
+records, slots, weights), so no launch finds what another one left in the cache. In context `layer`
+each step stands between its real neighbours, the projection GEMM that writes its input and the
+output-projection GEMM that reads its output; those two alone are the baseline that is taken off.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from kdabench.measure.telemetry import Telemetry
 HIDDEN = 7168
 """Hidden size of the model whose projections surround a step."""
 _PROJECTION_BYTES = 96 << 20
-"""Above this much weight a projection has washed every L2: more would only add noise to the difference."""
+"""Above this much weight a projection has washed every L2: more would only add noise to the
+difference."""
 _MEMORY_BOUND_ROWS = 200
 """Up to so many rows an H200 reads a projection's weights for longer than it computes."""
 _LEAST_HIDDEN = 512
@@ -50,7 +52,8 @@ _SAMPLED_ELEMENTS = 1 << 24
 _RANDOM_FROM = 8
 """Slots from which on a sorted order can't be chance."""
 Variants = Mapping[str, ModuleType]
-"""Further variants by name, beside those of the kernels' package: faulty ones, planted by tests and benchmarks."""
+"""Further variants by name, beside those of the kernels' package: faulty ones, planted by tests and
+benchmarks."""
 
 
 class CandidateError(Exception):
@@ -64,7 +67,8 @@ class CandidateError(Exception):
 
 @dataclass(frozen=True)
 class Device:
-    """The CUDA device under test. peak_bytes_per_us: of its memory; None where neither torch nor NVML says."""
+    """The CUDA device under test. peak_bytes_per_us: of its memory; None where neither torch nor
+    NVML says."""
 
     index: int
     gpu: Gpu
@@ -84,19 +88,24 @@ class Device:
         # Double data rate: two transfers a clock.
         peak = 2 * clock_khz * 1e3 * bus_bits / 8 / 1e6 if clock_khz and bus_bits else None
         place = [
-            int(n) for part in ("domain", "bus", "device") if (n := getattr(p, f"pci_{part}_id", None)) is not None
+            int(n)
+            for part in ("domain", "bus", "device")
+            if (n := getattr(p, f"pci_{part}_id", None)) is not None
         ]
         pci_id = "{:08x}:{:02x}:{:02x}.0".format(*place) if len(place) == 3 else None
         return cls(index, current_gpu(), p.name, str(p.uuid), pci_id, p.L2_cache_size, peak)
 
     def knowing(self, telemetry: Telemetry) -> Device:
         """The same with NVML's peak rate of the memory where torch doesn't say it."""
-        return replace(self, peak_bytes_per_us=self.peak_bytes_per_us or telemetry.peak_bytes_per_us())
+        return replace(
+            self, peak_bytes_per_us=self.peak_bytes_per_us or telemetry.peak_bytes_per_us()
+        )
 
 
 @dataclass
 class Neighbours:
-    """The projections before and after the steps: weights of several layers, rotating. hidden [B, C]."""
+    """The projections before and after the steps: weights of several layers, rotating. hidden [B,
+    C]."""
 
     hidden: Tensor
     into: Tensor  # [copies, pitch, C]
@@ -129,7 +138,9 @@ class WeightCache:
             std = hidden**-0.5
 
             def draw(*shape: int) -> Tensor:
-                return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(0, std, generator=g)
+                return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(
+                    0, std, generator=g
+                )
 
             self._key = key
             self._weights = draw(MIN_COPIES, pitch, hidden), draw(MIN_COPIES, hidden, channels)
@@ -137,17 +148,25 @@ class WeightCache:
 
 
 def hidden_size(problem: Problem) -> int:
-    """Of a step's neighbours: the model's, or as much as keeps their time to that of reading 96 MiB of weights.
+    """Of a step's neighbours: the model's, or as much as keeps their time to that of reading 96 MiB
+    of weights.
 
-    At 12 heads the two GEMMs so take some 25 us. At full size it would be 200 with 96 heads, or 400 with 2048 rows, at
-    clocks that fall under a GEMM's power: a step of 7 or 80 us is not to be found in the difference of two such times.
+    At 12 heads the two GEMMs so take some 25 us. At full size it would be 200 with 96 heads, or 400
+    with 2048 rows, at clocks that fall under a GEMM's power: a step of 7 or 80 us is not to be
+    found in the difference of two such times.
     """
-    most = _PROJECTION_BYTES // (2 * problem.pitch) * _MEMORY_BOUND_ROWS // max(problem.rows, _MEMORY_BOUND_ROWS)
+    most = (
+        _PROJECTION_BYTES
+        // (2 * problem.pitch)
+        * _MEMORY_BOUND_ROWS
+        // max(problem.rows, _MEMORY_BOUND_ROWS)
+    )
     return min(HIDDEN, max(_LEAST_HIDDEN, most // 64 * 64))
 
 
 def copies_for(cell: Cell, l2_bytes: int) -> int:
-    """Layer copies: at least 8 layers, long enough a replay for the clock's resolution, and cold if the cell asks."""
+    """Layer copies: at least 8 layers, long enough a replay for the clock's resolution, and cold if
+    the cell asks."""
     problem = cell.problem
     guess_us = 1.3 * problem.floor_us() + 2
     copies = max(ceil_div(MIN_COPIES, problem.layers), math.ceil(_MIN_REPLAY_US / guess_us))
@@ -155,7 +174,8 @@ def copies_for(cell: Cell, l2_bytes: int) -> int:
         return copies
     per_copy = problem.bytes_moved
     if cell.context == "layer":
-        # The neighbours' weights alone are several times the cache; they evict each step's operands.
+        # The neighbours' weights alone are several times the cache; they evict each step's
+        # operands.
         copies = min(copies, 40)
         cold = l2_state(unique_bytes(cell, copies), l2_bytes) == "cold"
         return copies if cold else copies + ceil_div(COLD_FACTOR * l2_bytes, per_copy)
@@ -175,15 +195,19 @@ def below_floor(cell: Cell, time_us: float, peak_bytes_per_us: float | None) -> 
     if peak_bytes_per_us is None or cell.l2 != "cold":
         return None
     floor_us = cell.problem.bytes_moved / peak_bytes_per_us
-    return None if time_us >= floor_us else f"{time_us:.3f} us is below {floor_us:.3f} us, the bytes at peak rate"
+    return (
+        None
+        if time_us >= floor_us
+        else f"{time_us:.3f} us is below {floor_us:.3f} us, the bytes at peak rate"
+    )
 
 
 @dataclass
 class CellBench:
     """A cell made ready on the current device.
 
-    extra  variants beside those of the kernels' package
-    Raises CandidateError: oom if it doesn't fit in memory, unstable if its inputs are not what they claim to be.
+    extra  variants beside those of the kernels' package Raises CandidateError: oom if it doesn't
+    fit in memory, unstable if its inputs are not what they claim to be.
     """
 
     cell: Cell
@@ -223,24 +247,33 @@ class CellBench:
 
     def _require_memory(self, distinct: int) -> None:
         problem = self.cell.problem
-        pages = problem.requests * (2 if problem.kind == "commit" else problem.tokens if problem.kind == "spec" else 1)
+        pages = problem.requests * (
+            2 if problem.kind == "commit" else problem.tokens if problem.kind == "spec" else 1
+        )
         state = pages * problem.heads * problem.page_bytes * problem.layers
         measurements = problem.items * problem.tokens * 1024 * problem.layers
         per_copy = state + measurements + problem.rows * problem.pitch * 2
-        # Beside the copies: the first one's pristine clone, and float64 temporaries of the reference.
+        # Beside the copies: the first one's pristine clone, and float64 temporaries of the
+        # reference.
         wide = 8 // problem.state_item_bytes
         need = per_copy * distinct + state // problem.layers * (1 + 3 * wide)
-        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        free = (
+            torch.cuda.mem_get_info()[0]
+            + torch.cuda.memory_reserved()
+            - torch.cuda.memory_allocated()
+        )
         if need > _MEMORY_FRACTION * free:
-            raise CandidateError("oom", f"{distinct} copies need {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
+            raise CandidateError(
+                "oom", f"{distinct} copies need {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
+            )
 
     def _add_neighbours(self) -> None:
         problem = self.cell.problem
         into, out_of = self.weights.get(problem)
         g = torch.Generator("cuda").manual_seed(11)
-        hidden = torch.empty(problem.rows, into.shape[2], dtype=torch.bfloat16, device="cuda").normal_(
-            0, 1, generator=g
-        )
+        hidden = torch.empty(
+            problem.rows, into.shape[2], dtype=torch.bfloat16, device="cuda"
+        ).normal_(0, 1, generator=g)
         self.neighbours = Neighbours(hidden, into, out_of, torch.empty_like(hidden))
 
     def _layers(self) -> Sequence[tuple[int, Operands]]:
@@ -263,17 +296,25 @@ class CellBench:
         return Timed(capture(enqueue, self.stream), self.launches)
 
     def clock(self, announce: Callable[[Candidate], None], slowed: float) -> GraphClock:
-        """Announces each candidate before its replay; rests after throttled rounds below `slowed` of the full clock."""
+        """Announces each candidate before its replay; rests after throttled rounds below `slowed`
+        of the full clock."""
         slowed_mhz = slowed * (self.telemetry.full_clock_mhz or 0)
-        return GraphClock(self.graphs, self.baseline(), self.telemetry, self.stream, announce, slowed_mhz)
+        return GraphClock(
+            self.graphs, self.baseline(), self.telemetry, self.stream, announce, slowed_mhz
+        )
 
     def compile(self, candidate: Candidate) -> tuple[ModuleType, Any]:
-        """The candidate's module and compiled kernel. Raises CandidateError: unsupported or compile_error."""
+        """The candidate's module and compiled kernel. Raises CandidateError: unsupported or
+        compile_error."""
         planted = self.extra.get(candidate.variant)
         module = planted or variants.load(candidate.variant)
         try:
             known = variants.make_spec
-            options = planted.Spec(**candidate.options) if planted else known(candidate.variant, candidate.options)
+            options = (
+                planted.Spec(**candidate.options)
+                if planted
+                else known(candidate.variant, candidate.options)
+            )
         except (TypeError, ValueError) as reason:
             raise CandidateError("unsupported", str(reason)) from reason
         why = module.unsupported(self.cell.problem, options, self.device.gpu)
@@ -313,7 +354,9 @@ class CellBench:
         self._check(checked)
         self.graphs[candidate] = Timed(graph, self.launches, compiled)
 
-    def _captured(self, launches: Sequence[Callable[[int], None]], kernels: tuple[str, ...]) -> torch.cuda.CUDAGraph:
+    def _captured(
+        self, launches: Sequence[Callable[[int], None]], kernels: tuple[str, ...]
+    ) -> torch.cuda.CUDAGraph:
         def enqueue(stream: int) -> None:
             for i, launch in enumerate(launches):
                 operands = self.copies[i % len(self.copies)]
@@ -359,17 +402,22 @@ class CellBench:
             raise CandidateError("wrong", why)
 
     def _sums(self) -> Tensor:
-        """Sums over the bits of what no launch may write, of some copies and of the neighbours' weights."""
-        some = [self.copies[i] for i in sorted({0, min(1, len(self.copies) - 1), len(self.copies) - 1})]
+        """Sums over the bits of what no launch may write, of some copies and of the neighbours'
+        weights."""
+        some = [
+            self.copies[i] for i in sorted({0, min(1, len(self.copies) - 1), len(self.copies) - 1})
+        ]
         tensors = [t for operands in some for t in _constant(operands)]
         if self.neighbours is not None:
             tensors += [self.neighbours.into, self.neighbours.out_of, self.neighbours.hidden]
         return torch.stack([bit_sum(t) for t in tensors])
 
     def drifted(self, candidates: Sequence[Candidate]) -> dict[Candidate, tuple[Status, str]]:
-        """Candidates after whose many replays a state is no number any more, with status and reason.
+        """Candidates after whose many replays a state is no number any more, with status and
+        reason.
 
-        Each is tried alone from the initial state; if none is found guilty, none of the times can be trusted.
+        Each is tried alone from the initial state; if none is found guilty, none of the times can
+        be trusted.
         """
         ends = (self.copies[0], self.copies[-1])
         why = next((text for operands in ends if (text := degenerate(operands)) is not None), None)
@@ -393,8 +441,8 @@ class CellBench:
 
 
 def improper_inputs(operands: Operands) -> str | None:
-    """Why operands must not be timed: slots that aren't distinct, in range, live and in random order; inputs that
-    aren't numbers or are all alike. None if they may."""
+    """Why operands must not be timed: slots that aren't distinct, in range, live and in random
+    order; inputs that aren't numbers or are all alike. None if they may."""
     if isinstance(operands, CommitOperands):
         order, pages = operands.source, operands.states[0].shape[0]
         in_place = torch.equal(operands.source, operands.destination)
@@ -420,7 +468,8 @@ def improper_inputs(operands: Operands) -> str | None:
 
 
 def degenerate(operands: Operands) -> str | None:
-    """Why a state can't be timed any more: not finite, or denormal, which is another arithmetic. None if it can."""
+    """Why a state can't be timed any more: not finite, or denormal, which is another arithmetic.
+    None if it can."""
     tensors = list(_mutated(operands))
     if isinstance(operands, StepOperands):
         tensors.append(operands.out)
@@ -428,7 +477,9 @@ def degenerate(operands: Operands) -> str | None:
         if not all(end.isfinite() for end in tensor.aminmax()):
             return "not all finite"
         some = tensor[: max(1, _SAMPLED_ELEMENTS // tensor[:1].numel())]
-        if ((some != 0) & (some.abs() < torch.finfo(some.dtype).tiny)).float().mean() > _DENORMAL_PART:
+        if (
+            (some != 0) & (some.abs() < torch.finfo(some.dtype).tiny)
+        ).float().mean() > _DENORMAL_PART:
             return f"over {_DENORMAL_PART:.0%} of the elements are denormal"
     return None
 
@@ -444,7 +495,15 @@ def _constant(operands: Operands) -> Iterator[Tensor]:
     names: tuple[str, ...] = ("conv_weight", "conv_bias", "f_b", "A_log", "dt_bias", "norm_weight", "slots", "accepted",
                               "record_rows")  # fmt: skip
     if isinstance(operands, CommitOperands):
-        names = ("A_log", "dt_bias", "source", "length", "destination", "record_rows", "state_table")
+        names = (
+            "A_log",
+            "dt_bias",
+            "source",
+            "length",
+            "destination",
+            "record_rows",
+            "state_table",
+        )
     yield from (t for name in names if (t := getattr(operands, name)) is not None)
 
 
@@ -456,7 +515,10 @@ def _mutated(operands: Operands) -> list[Tensor]:
     if operands.pending is not None:
         assert operands.corrections is not None
         assert operands.key_gates is not None
-        mutated += [operands.corrections, operands.key_gates]  # a replay folds the records that it finds
+        mutated += [
+            operands.corrections,
+            operands.key_gates,
+        ]  # a replay folds the records that it finds
     return mutated
 
 

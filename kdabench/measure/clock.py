@@ -1,6 +1,8 @@
-"""Clocks: what turns one run of a candidate into a time. The measuring core takes one as an argument.
+"""Clocks: what turns one run of a candidate into a time. The measuring core takes one as an
+argument.
 
-On a GPU the clock times CUDA graph replays by events (kdabench.graphs); here stand the pieces that need no GPU.
+On a GPU the clock times CUDA graph replays by events (kdabench.graphs); here stand the pieces that
+need no GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ MIN_COPIES = 8
 
 @dataclass(frozen=True)
 class Reading:
-    """One sample: microseconds per launch, the SM clock in MHz and whether the GPU throttled (None: unknown)."""
+    """One sample: microseconds per launch, the SM clock in MHz and whether the GPU throttled (None:
+    unknown)."""
 
     time_us: float
     sm_clock_mhz: int | None = None
@@ -42,13 +45,16 @@ EXHAUSTED = "no recorded sample of round"
 
 
 class ReplayedClock:
-    """Gives back the recorded samples of one (cell, process), round by round, in the order they were taken."""
+    """Gives back the recorded samples of one (cell, process), round by round, in the order they
+    were taken."""
 
     def __init__(self, measurements: Iterable[Measurement]) -> None:
         self._by_round: dict[Candidate, dict[int, list[Reading]]] = {}
         for r in measurements:
             rounds = self._by_round.setdefault(r.candidate, {})
-            for i, us, mhz, throttled in zip(r.rounds, r.samples_us, r.sm_clock_mhz, r.throttled, strict=True):
+            for i, us, mhz, throttled in zip(
+                r.rounds, r.samples_us, r.sm_clock_mhz, r.throttled, strict=True
+            ):
                 rounds.setdefault(i, []).append(Reading(us, mhz, throttled))
         self._round = 0
         self._given: dict[Candidate, int] = {}
@@ -71,16 +77,20 @@ def rotation(
 ) -> list[Callable[..., Any]]:
     """`launches` calls of `step(operands, ...)`, each bound to the next of `copies` in turn.
 
-    layers  independent layers that each of the copies consists of
-    What takes no operands always finds its data where it left them, so it can't be timed cold. Raises ValueError for
-    such a step, for fewer than MIN_COPIES layers in all, and for a copy that is there twice.
+    layers  independent layers that each of the copies consists of What takes no operands always
+    finds its data where it left them, so it can't be timed cold. Raises ValueError for such a step,
+    for fewer than MIN_COPIES layers in all, and for a copy that is there twice.
     """
     try:
         inspect.signature(step).bind_partial(object())
     except TypeError:
-        raise ValueError(f"{step!r}: takes no operands, so nothing can be rotated: not timed cold") from None
+        raise ValueError(
+            f"{step!r}: takes no operands, so nothing can be rotated: not timed cold"
+        ) from None
     if len(copies) * layers < MIN_COPIES:
-        raise ValueError(f"copies={len(copies)}, {layers=}: at least {MIN_COPIES} layers in all to time cold")
+        raise ValueError(
+            f"copies={len(copies)}, {layers=}: at least {MIN_COPIES} layers in all to time cold"
+        )
     if len({id(copy) for copy in copies}) < len(copies):
         raise ValueError("copies: the same operands twice")
 

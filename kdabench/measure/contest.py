@@ -1,4 +1,5 @@
-"""The measuring core: candidates of one cell, interleaved round by round until the decision is settled.
+"""The measuring core: candidates of one cell, interleaved round by round until the decision is
+settled.
 
 It knows neither kernels nor GPUs: a clock gives it times, a callback keeps them.
 """
@@ -30,10 +31,13 @@ class Plan:
     seconds      no round starts after this much time
     tie          half width of the band of log ratios that counts as a tie
     hopeless     a candidate this many times slower than the best after its first round leaves
-    z            width of the confidence interval in standard errors; Student's factor widens it for few rounds
+    z            width of the confidence interval in standard errors; Student's factor widens it for
+                 few rounds
     seed         of the order within the rounds
-    sentinel     measure the best of the first round twice in each later one: what differs there is noise
-    slowed       a throttled round below this part of the full SM clock is repeated, up to `max_repeats` in all
+    sentinel     measure the best of the first round twice in each later one: what differs there is
+                 noise
+    slowed       a throttled round below this part of the full SM clock is repeated, up to
+                 `max_repeats` in all
     lost         after that, a round below this part makes the contest unstable; else it counts
     """
 
@@ -51,14 +55,17 @@ class Plan:
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_rounds <= self.max_rounds:
-            raise ValueError(f"rounds must satisfy 1 <= min <= max: {self.min_rounds=} {self.max_rounds=}")
+            raise ValueError(
+                f"rounds must satisfy 1 <= min <= max: {self.min_rounds=} {self.max_rounds=}"
+            )
 
 
 @dataclass
 class Contest:
     """Samples that count, by candidate and in order, and why candidates left the rounds.
 
-    Samples of repeated rounds are not among them. `cycles` holds time x SM clock, NaN where the clock is unknown.
+    Samples of repeated rounds are not among them. `cycles` holds time x SM clock, NaN where the
+    clock is unknown.
     unstable  why nothing can be said about this contest, or None
     """
 
@@ -90,15 +97,20 @@ class Contest:
 def _interval(ratios: Sequence[float], z: float) -> Interval:
     if len(ratios) < 2:
         return -math.inf, math.inf
-    center, half = fmean(ratios), student(z, len(ratios) - 1) * stdev(ratios) / math.sqrt(len(ratios))
+    center, half = (
+        fmean(ratios),
+        student(z, len(ratios) - 1) * stdev(ratios) / math.sqrt(len(ratios)),
+    )
     return center - half, center + half
 
 
 @lru_cache(maxsize=10_000)
 def student(z: float, degrees: int) -> float:
-    """The quantile of Student's t distribution that leaves as much beyond it as z does of the normal one.
+    """The quantile of Student's t distribution that leaves as much beyond it as z does of the
+    normal one.
 
-    With five rounds, 2.6 of the standard errors that they themselves give are too few: 4.7 are meant.
+    With five rounds, 2.6 of the standard errors that they themselves give are too few: 4.7 are
+    meant.
     """
     wanted, low, high = NormalDist().cdf(z), 0.0, 1.0
     while _student_cdf(high, degrees) < wanted:
@@ -123,20 +135,28 @@ def _student_cdf(t: float, degrees: int) -> float:
 
 
 def _log_ratios(
-    contest: Contest, values: Mapping[Candidate, Sequence[float]], candidate: Candidate, best: Candidate
+    contest: Contest,
+    values: Mapping[Candidate, Sequence[float]],
+    candidate: Candidate,
+    best: Candidate,
 ) -> list[float]:
-    """log(value of candidate / value of best) of each round that has both; of two readings in a round the mean log."""
+    """log(value of candidate / value of best) of each round that has both; of two readings in a
+    round the mean log."""
     ours, theirs = (
         {
             index: fmean(math.log(value) for _, value in pairs)
-            for index, pairs in groupby(zip(contest.rounds[c], values[c], strict=True), key=lambda pair: pair[0])
+            for index, pairs in groupby(
+                zip(contest.rounds[c], values[c], strict=True), key=lambda pair: pair[0]
+            )
         }
         for c in (candidate, best)
     )
     return [ours[index] - theirs[index] for index in sorted(ours.keys() & theirs.keys())]
 
 
-def log_ratio_interval(contest: Contest, candidate: Candidate, best: Candidate, z: float) -> Interval:
+def log_ratio_interval(
+    contest: Contest, candidate: Candidate, best: Candidate, z: float
+) -> Interval:
     """Confidence interval of log(time of candidate / time of best), paired by round."""
     return _interval(_log_ratios(contest, contest.samples, candidate, best), z)
 
@@ -148,8 +168,11 @@ def twins(measurement: Measurement) -> list[tuple[float, float]]:
     return [(found[0], found[1]) for found in by_round if len(found) == 2]
 
 
-def twin_verdict(pairs: Sequence[tuple[float, float]], plan: Plan) -> Literal["faster", "slower", "same"] | None:
-    """What the stopping rule would say of a candidate against itself: anything but "same" is a false alarm.
+def twin_verdict(
+    pairs: Sequence[tuple[float, float]], plan: Plan
+) -> Literal["faster", "slower", "same"] | None:
+    """What the stopping rule would say of a candidate against itself: anything but "same" is a
+    false alarm.
 
     None with fewer pairs than a contest of `plan.min_rounds` has.
     """
@@ -169,13 +192,17 @@ def run_contest(
     full_clock_mhz: int | None = None,
     on_round: Callable[[int, Round], None] = lambda index, readings: None,
 ) -> Contest:
-    """Measure `candidates` until their order is settled, and return every sample that counts in the order taken.
+    """Measure `candidates` until their order is settled, and return every sample that counts in the
+    order taken.
 
-    history         (round, reading) pairs of an interrupted contest, which goes on from `first_round`
+    history         (round, reading) pairs of an interrupted contest, which goes on from
+                    `first_round`
     full_clock_mhz  SM clock of the GPU when nothing slows it; None: the highest one seen
     on_round        gets each round as soon as it is complete, repeated ones too
     """
-    contest = Contest({c: [] for c in candidates}, {c: [] for c in candidates}, {c: [] for c in candidates})
+    contest = Contest(
+        {c: [] for c in candidates}, {c: [] for c in candidates}, {c: [] for c in candidates}
+    )
     clock = _Resumed(clock, history or {}, first_round)
     throttle = _Throttle(plan, full_clock_mhz)
     active = list(candidates)
@@ -207,8 +234,11 @@ def run_contest(
     return contest
 
 
-def _read(clock: Clock, order: Sequence[Candidate], contest: Contest) -> Iterator[tuple[Candidate, Reading]]:
-    """One round. A candidate that has no sample any more, or an impossible one, leaves the contest."""
+def _read(
+    clock: Clock, order: Sequence[Candidate], contest: Contest
+) -> Iterator[tuple[Candidate, Reading]]:
+    """One round. A candidate that has no sample any more, or an impossible one, leaves the
+    contest."""
     read = set[Candidate]()
     for candidate in order:
         if candidate in contest.left:
@@ -234,9 +264,14 @@ class _Throttle:
         self._left = plan.max_repeats
 
     def _part(self, readings: Round) -> float:
-        """The lowest SM clock of the throttled readings as a part of the full one; 0 if unknown, 1 without any."""
+        """The lowest SM clock of the throttled readings as a part of the full one; 0 if unknown, 1
+        without any."""
         self._full = max([self._full, *(r.sm_clock_mhz or 0 for _, r in readings)])
-        slowed = [r.sm_clock_mhz or 0 for _, r in readings if r.throttled or (r.throttled is None and r.sm_clock_mhz)]
+        slowed = [
+            r.sm_clock_mhz or 0
+            for _, r in readings
+            if r.throttled or (r.throttled is None and r.sm_clock_mhz)
+        ]
         return min(slowed) / max(self._full, 1) if slowed else 1.0
 
     def repeats(self, readings: Round) -> bool:
@@ -256,10 +291,15 @@ class _Throttle:
 
 
 class _Resumed:
-    """The rounds before `first_round` from what was kept of them, so that an interrupted contest decides in them as it
-    did; then the clock."""
+    """The rounds before `first_round` from what was kept of them, so that an interrupted contest
+    decides in them as it did; then the clock."""
 
-    def __init__(self, clock: Clock, kept: Mapping[Candidate, Sequence[tuple[int, Reading]]], first_round: int) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        kept: Mapping[Candidate, Sequence[tuple[int, Reading]]],
+        first_round: int,
+    ) -> None:
         self._clock, self._first = clock, first_round
         self._kept: dict[tuple[Candidate, int], list[Reading]] = {}
         for candidate, past in kept.items():
@@ -291,7 +331,9 @@ def _still_open(contest: Contest, active: list[Candidate], plan: Plan) -> list[C
     for candidate in active:
         rounds = len(set(contest.rounds[candidate]))
         if timed[candidate] > plan.hopeless * timed[best] > 0:
-            contest.left[candidate] = f"hopeless: over {plan.hopeless:g}x the best after {rounds} rounds"
+            contest.left[candidate] = (
+                f"hopeless: over {plan.hopeless:g}x the best after {rounds} rounds"
+            )
             continue
         if rounds < plan.min_rounds:
             settled = False
@@ -306,6 +348,7 @@ def _still_open(contest: Contest, active: list[Candidate], plan: Plan) -> list[C
 
 
 def _slower_in_cycles(contest: Contest, candidate: Candidate, best: Candidate, z: float) -> bool:
-    """Whether more clock cycles confirm that a candidate is slower; unknown clocks don't speak against it."""
+    """Whether more clock cycles confirm that a candidate is slower; unknown clocks don't speak
+    against it."""
     ratios = [r for r in _log_ratios(contest, contest.cycles, candidate, best) if not math.isnan(r)]
     return len(ratios) < 2 or _interval(ratios, z)[0] > 0

@@ -14,11 +14,14 @@ from kdabench.data.measurements import Candidate
 from kdabench.measure.clock import ExhaustedError, Reading
 from kdabench.measure.telemetry import Telemetry
 
-_SUBMIT_CYCLES = 300_000  # 150 us at 2 GHz; submitting a graph of some hundred nodes takes 20 to 100 us
+_SUBMIT_CYCLES = (
+    300_000  # 150 us at 2 GHz; submitting a graph of some hundred nodes takes 20 to 100 us
+)
 
 _TRIES = 3
 _PAUSE_S = 0.1
-"""After a throttled round. A power cap is lifted within some tens of milliseconds of an idle GPU."""
+"""After a throttled round. A power cap is lifted within some tens of milliseconds of an idle
+GPU."""
 
 
 class CaptureFailedError(Exception):
@@ -39,7 +42,8 @@ class Timed:
 
 
 def capture(enqueue: Callable[[int], None], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-    """Capture what `enqueue(stream handle)` enqueues on `stream`, which first waits for all earlier work.
+    """Capture what `enqueue(stream handle)` enqueues on `stream`, which first waits for all earlier
+    work.
 
     Raises CaptureFailedError with the reason.
     """
@@ -56,7 +60,8 @@ def capture(enqueue: Callable[[int], None], stream: torch.cuda.Stream) -> torch.
 
 
 def kernel_names(graph: torch.cuda.CUDAGraph) -> list[str]:
-    """Names of the kernels that a captured graph launches. Raises RuntimeError with the driver's error name."""
+    """Names of the kernels that a captured graph launches. Raises RuntimeError with the driver's
+    error name."""
     from cuda.bindings import driver
 
     def checked(result: tuple[object, ...]) -> object:
@@ -69,7 +74,10 @@ def kernel_names(graph: torch.cuda.CUDAGraph) -> list[str]:
     nodes = checked(driver.cuGraphGetNodes(handle, count))[0]  # type: ignore[index]
     names = []
     for node in nodes:
-        if checked(driver.cuGraphNodeGetType(node)) != driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL:
+        if (
+            checked(driver.cuGraphNodeGetType(node))
+            != driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL
+        ):
             continue
         params = checked(driver.cuGraphKernelNodeGetParams(node))
         if int(params.func) != 0:  # type: ignore[attr-defined]
@@ -96,10 +104,11 @@ def require_kernels(graph: torch.cuda.CUDAGraph, expected: tuple[str, ...], laun
 
 
 class GraphClock:
-    """Times graph replays by CUDA events. With a baseline, each sample is what a replay takes between two of it.
+    """Times graph replays by CUDA events. With a baseline, each sample is what a replay takes
+    between two of it.
 
-    The three follow each other on the GPU without a gap: what the host does between samples lets the clocks drift, by
-    more than a step takes where the baseline is long.
+    The three follow each other on the GPU without a gap: what the host does between samples lets
+    the clocks drift, by more than a step takes where the baseline is long.
     announce     is told of each candidate before its replay: who is to blame if that never ends
     slowed_mhz   after a throttled sample below this SM clock the GPU rests before the next round
     """
@@ -137,19 +146,24 @@ class GraphClock:
             time_us = self._replay_us(timed) / timed.launches
             if time_us > 0:
                 state = self._telemetry.state()
-                self._slowed |= bool(state.throttled and (state.sm_clock_mhz or 0) < self._slowed_mhz)
+                self._slowed |= bool(
+                    state.throttled and (state.sm_clock_mhz or 0) < self._slowed_mhz
+                )
                 return Reading(time_us, state.sm_clock_mhz, state.throttled)
         raise ExhaustedError(f"the baseline's noise exceeds the step: {time_us:.3f} us")
 
     def _replay_us(self, timed: Timed) -> float:
         around = [] if self._baseline is None else [self._baseline]
         with torch.cuda.stream(self._stream):
-            # Keeps the GPU busy while the host submits the first graph, so that submission is not timed.
+            # Keeps the GPU busy while the host submits the first graph, so that submission is not
+            # timed.
             torch.cuda._sleep(_SUBMIT_CYCLES)  # type: ignore[no-untyped-call]
             self._events[0].record()
             for event, each in zip(self._events[1:], [*around, timed, *around], strict=False):
                 each.graph.replay()
                 event.record()
             event.synchronize()
-        between = [float(a.elapsed_time(b)) * 1e3 for a, b in pairwise(self._events[: 2 * len(around) + 2])]
+        between = [
+            float(a.elapsed_time(b)) * 1e3 for a, b in pairwise(self._events[: 2 * len(around) + 2])
+        ]
         return between[0] if not around else between[1] - (between[0] + between[2]) / 2

@@ -1,4 +1,5 @@
-"""What a measurement depends on beside the code: device, driver, libraries. Fields as in docs/measuring.md."""
+"""What a measurement depends on beside the code: device, driver, libraries. Fields as in
+docs/measuring.md."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ def _version(package: str) -> str | None:
 def _git(*arguments: str) -> str | None:
     try:
         done = subprocess.run(
-            ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10
+            ["git", *arguments],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
@@ -32,7 +37,8 @@ def _git(*arguments: str) -> str | None:
 def describe(device_name: str, uuid: str, telemetry: Telemetry) -> dict[str, Any]:
     """The environment of the current CUDA device, as stored once per set of records.
 
-    `$KDABENCH_REVISION` names the git revision where the sources were copied without their repository.
+    `$KDABENCH_REVISION` names the git revision where the sources were copied without their
+    repository.
     """
     import torch
 

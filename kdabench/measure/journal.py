@@ -1,7 +1,8 @@
 """The journal of a sweep: an SQLite file that survives a kill at any moment.
 
-Each round is one transaction, synced to disk before `add_round` returns (WAL, synchronous=FULL). One process writes;
-a lock file beside the journal names it, and the kernel drops the lock when that process ends, however it ends.
+Each round is one transaction, synced to disk before `add_round` returns (WAL, synchronous=FULL).
+One process writes; a lock file beside the journal names it, and the kernel drops the lock when that
+process ends, however it ends.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from kdabench.data.measurements import (
 from kdabench.measure import clock
 
 Reading = tuple[Candidate, float, int | None, bool | None]
-"""Candidate, microseconds per launch, SM clock in MHz, throttled; None where the GPU did not say."""
+"""Candidate, microseconds per launch, SM clock in MHz, throttled; None where the GPU did not
+say."""
 
 _SCHEMA_VERSION = "2"
 _BUSY_S = 10.0
@@ -95,7 +97,8 @@ def _one_line(path: Path) -> Iterator[None]:
 
 
 def hold(path: Path, what: str = "written") -> int:
-    """An exclusive lock on `<path>.lock`, held until the returned descriptor is closed or the process ends.
+    """An exclusive lock on `<path>.lock`, held until the returned descriptor is closed or the
+    process ends.
 
     Raises JournalBusy naming the holder, and that it is being `what`.
     """
@@ -105,7 +108,10 @@ def hold(path: Path, what: str = "written") -> int:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     except BlockingIOError:
-        holder = os.pread(descriptor, 300, 0).decode(errors="replace").strip() or "a process that is just starting"
+        holder = (
+            os.pread(descriptor, 300, 0).decode(errors="replace").strip()
+            or "a process that is just starting"
+        )
         os.close(descriptor)
         raise JournalBusy(f"{path}: is being {what} by {holder}") from None
     except BaseException:
@@ -117,7 +123,8 @@ def hold(path: Path, what: str = "written") -> int:
 class Journal:
     """See the module. Make one with `open` (to write) or `read`; both are context managers.
 
-    All methods raise JournalError if the file can't be read or written; what was acknowledged before stays.
+    All methods raise JournalError if the file can't be read or written; what was acknowledged
+    before stays.
     """
 
     def __init__(self, path: Path, connection: sqlite3.Connection, lock: int | None) -> None:
@@ -127,9 +134,11 @@ class Journal:
 
     @classmethod
     def open(cls, path: Path, sweep_digest: str, question: str, *, replay: bool = False) -> Journal:
-        """The journal of a sweep, new or as it was left. `replay` marks one that is fed from recorded samples.
+        """The journal of a sweep, new or as it was left. `replay` marks one that is fed from
+        recorded samples.
 
-        Raises JournalBusy if another process writes it, JournalError if it belongs to another sweep.
+        Raises JournalBusy if another process writes it, JournalError if it belongs to another
+        sweep.
         """
         with _one_line(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -151,11 +160,14 @@ class Journal:
 
     @classmethod
     def read(cls, path: Path) -> Journal:
-        """An existing journal, without the right to write; it may be in use. Raises JournalError."""
+        """An existing journal, without the right to write; it may be in use. Raises
+        JournalError."""
         with _one_line(path):
             if not path.is_file():
                 raise JournalError(f"{path}: no such journal")
-            connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=_BUSY_S)
+            connection = sqlite3.connect(
+                f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=_BUSY_S
+            )
             journal = cls(path, connection, None)
             try:
                 journal._check_version()
@@ -168,7 +180,10 @@ class Journal:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -187,7 +202,11 @@ class Journal:
             if not tables:
                 for statement in _SCHEMA:
                     self._db.execute(statement)
-                meta = {"schema": _SCHEMA_VERSION, "sweep": sweep_digest, "replay": str(int(replay))}
+                meta = {
+                    "schema": _SCHEMA_VERSION,
+                    "sweep": sweep_digest,
+                    "replay": str(int(replay)),
+                }
                 self._db.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
             self._check_version()
             if self.sweep_digest != sweep_digest:
@@ -196,18 +215,24 @@ class Journal:
                     f"{sweep_digest}): move it away, or give another output folder"
                 )
             if self.replay != replay:
-                raise JournalError(f"{self.path}: {'is' if self.replay else 'is not'} a replay: use another journal")
+                raise JournalError(
+                    f"{self.path}: {'is' if self.replay else 'is not'} a replay: use another journal"
+                )
             self._db.execute("INSERT OR REPLACE INTO meta VALUES ('question', ?)", (question,))
             for statement in _LATER:
                 self._db.execute(statement)
             self._db.execute("DELETE FROM lease")  # of an earlier writer, which is gone
 
     def _has(self, table: str) -> bool:
-        return bool(self._db.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)).fetchone())
+        return bool(
+            self._db.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)).fetchone()
+        )
 
     def _check_version(self) -> None:
         if self._meta("schema") != _SCHEMA_VERSION:
-            raise JournalError(f"{self.path}: has another layout: this version reads {_SCHEMA_VERSION}")
+            raise JournalError(
+                f"{self.path}: has another layout: this version reads {_SCHEMA_VERSION}"
+            )
 
     def _meta(self, key: str) -> str:
         row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
@@ -245,14 +270,18 @@ class Journal:
     def _candidate(self, candidate: Candidate) -> int:
         names = (candidate.variant, candidate.options_json)
         self._db.execute("INSERT OR IGNORE INTO candidate (variant, spec) VALUES (?, ?)", names)
-        row = self._db.execute("SELECT id FROM candidate WHERE variant = ? AND spec = ?", names).fetchone()
+        row = self._db.execute(
+            "SELECT id FROM candidate WHERE variant = ? AND spec = ?", names
+        ).fetchone()
         return int(row[0])
 
     def add_env(self, env: Mapping[str, Any]) -> str:
         """Keeps an environment and returns its digest."""
         digest = provenance.digest(env)
         with self._transaction():
-            self._db.execute("INSERT OR IGNORE INTO env VALUES (?, ?)", (digest, canonical(dict(env))))
+            self._db.execute(
+                "INSERT OR IGNORE INTO env VALUES (?, ?)", (digest, canonical(dict(env)))
+            )
         return digest
 
     def cell_state(self, cell: Cell, process: int) -> Literal["new", "partial", "done"]:
@@ -264,20 +293,32 @@ class Journal:
                     return "done" if table == "done" else "partial"
         return "new"
 
-    def history(self, cell: Cell, process: int) -> tuple[dict[Candidate, list[tuple[int, float]]], int]:
-        """What a partial cell already has: (round, time_us) by candidate in the order taken, and the next round."""
+    def history(
+        self, cell: Cell, process: int
+    ) -> tuple[dict[Candidate, list[tuple[int, float]]], int]:
+        """What a partial cell already has: (round, time_us) by candidate in the order taken, and
+        the next round."""
         found, upcoming = self.readings(cell, process)
-        return {c: [(index, reading.time_us) for index, reading in past] for c, past in found.items()}, upcoming
+        return {
+            c: [(index, reading.time_us) for index, reading in past] for c, past in found.items()
+        }, upcoming
 
-    def readings(self, cell: Cell, process: int) -> tuple[dict[Candidate, list[tuple[int, clock.Reading]]], int]:
-        """The same with the GPU's clock and whether it throttled: what an interrupted contest goes on from."""
+    def readings(
+        self, cell: Cell, process: int
+    ) -> tuple[dict[Candidate, list[tuple[int, clock.Reading]]], int]:
+        """The same with the GPU's clock and whether it throttled: what an interrupted contest goes
+        on from."""
         query = """SELECT variant, spec, round, time_us, sm_clock_mhz, throttled FROM reading
                    JOIN cell ON cell.id = reading.cell JOIN candidate ON candidate.id = candidate
                    WHERE key = ? AND process = ? ORDER BY round, position"""
-        latest = "SELECT max(round) FROM round JOIN cell ON cell.id = cell WHERE key = ? AND process = ?"
+        latest = (
+            "SELECT max(round) FROM round JOIN cell ON cell.id = cell WHERE key = ? AND process = ?"
+        )
         found: dict[Candidate, list[tuple[int, clock.Reading]]] = {}
         with _one_line(self.path):
-            for variant, options, index, time_us, mhz, slow in self._db.execute(query, (cell.key, process)):
+            for variant, options, index, time_us, mhz, slow in self._db.execute(
+                query, (cell.key, process)
+            ):
                 reading = clock.Reading(time_us, mhz, None if slow is None else bool(slow))
                 found.setdefault(Candidate(variant, options), []).append((index, reading))
             last = self._db.execute(latest, (cell.key, process)).fetchone()[0]
@@ -297,23 +338,34 @@ class Journal:
         order  how it was shuffled, if that is worth keeping
         gpu    the GPU's state as the round began, as JSON
 
-        Raises ValueError for a round that is there already and for a time that isn't finite and positive.
+        Raises ValueError for a round that is there already and for a time that isn't finite and
+        positive.
         """
         for candidate, time_us, _, _ in readings:
             if not 0 < time_us < math.inf:
-                raise ValueError(f"time_us={time_us} of {candidate}: a sample must be finite and > 0")
+                raise ValueError(
+                    f"time_us={time_us} of {candidate}: a sample must be finite and > 0"
+                )
         with self._transaction():
             key = (self._cell(cell), process, round_index)
-            if self._db.execute("SELECT 1 FROM round WHERE cell=? AND process=? AND round=?", key).fetchone():
-                raise ValueError(f"round {round_index} of process {process} is there already: {cell.key}")
-            self._db.execute("INSERT INTO round VALUES (?, ?, ?, ?)", (*key, canonical(list(order))))
+            if self._db.execute(
+                "SELECT 1 FROM round WHERE cell=? AND process=? AND round=?", key
+            ).fetchone():
+                raise ValueError(
+                    f"round {round_index} of process {process} is there already: {cell.key}"
+                )
+            self._db.execute(
+                "INSERT INTO round VALUES (?, ?, ?, ?)", (*key, canonical(list(order)))
+            )
             self._db.executemany(
                 "INSERT INTO reading VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                 [(*key, place, self._candidate(c), float(us), mhz, slow)
                  for place, (c, us, mhz, slow) in enumerate(readings)],
             )  # fmt: skip
             if gpu:
-                self._db.execute("INSERT INTO gpu VALUES (?, ?, ?, ?)", (*key, canonical(dict(gpu))))
+                self._db.execute(
+                    "INSERT INTO gpu VALUES (?, ?, ?, ?)", (*key, canonical(dict(gpu)))
+                )
 
     def set_outcome(
         self,
@@ -328,16 +380,22 @@ class Journal:
         env: str,
         info: Mapping[str, Any],
     ) -> None:
-        """What became of a candidate; replaces an earlier outcome. `info` holds facts off the clock, as JSON.
+        """What became of a candidate; replaces an earlier outcome. `info` holds facts off the
+        clock, as JSON.
 
         Raises ValueError for an unknown status, or a failure without a reason.
         """
         if status not in STATUSES or (status != "ok" and not reason):
-            raise ValueError(f"{status=} {reason=}: one of {', '.join(STATUSES)}, with a reason unless ok")
+            raise ValueError(
+                f"{status=} {reason=}: one of {', '.join(STATUSES)}, with a reason unless ok"
+            )
         facts = (status, reason, unique_bytes, bytes_moved, code, env, canonical(dict(info)))
         with self._transaction():
             key = (self._cell(cell), process, self._candidate(candidate))
-            self._db.execute("INSERT OR REPLACE INTO outcome VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", (*key, *facts))
+            self._db.execute(
+                "INSERT OR REPLACE INTO outcome VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (*key, *facts),
+            )
 
     def finish_cell(self, cell: Cell, process: int) -> None:
         """Nothing is left to measure in this process's share of the cell; ends its lease."""
@@ -347,11 +405,17 @@ class Journal:
             self._db.execute("DELETE FROM lease WHERE cell = ? AND process = ?", key)
 
     def lease(
-        self, shares: Sequence[tuple[Cell, int]], holder: str, seconds: float, now: float | None = None
+        self,
+        shares: Sequence[tuple[Cell, int]],
+        holder: str,
+        seconds: float,
+        now: float | None = None,
     ) -> tuple[Cell, int] | None:
-        """Hands the first of `shares` that is neither finished nor leased to `holder`, for so long; None: none is free.
+        """Hands the first of `shares` that is neither finished nor leased to `holder`, for so long;
+        None: none is free.
 
-        The lease of a holder that stopped renewing it lapses. Leases end with the writer's use of the journal.
+        The lease of a holder that stopped renewing it lapses. Leases end with the writer's use of
+        the journal.
         """
         now = time.time() if now is None else now
         with self._transaction():
@@ -359,16 +423,23 @@ class Journal:
             for cell, process in shares:
                 key = (self._cell(cell), process)
                 taken = any(
-                    self._db.execute(f"SELECT 1 FROM {table} WHERE cell = ? AND process = ?", key).fetchone()
+                    self._db.execute(
+                        f"SELECT 1 FROM {table} WHERE cell = ? AND process = ?", key
+                    ).fetchone()
                     for table in ("done", "lease")
                 )
                 if not taken:
-                    self._db.execute("INSERT INTO lease VALUES (?, ?, ?, ?)", (*key, holder, now + seconds))
+                    self._db.execute(
+                        "INSERT INTO lease VALUES (?, ?, ?, ?)", (*key, holder, now + seconds)
+                    )
                     return cell, process
         return None
 
-    def renew(self, cell: Cell, process: int, holder: str, seconds: float, now: float | None = None) -> bool:
-        """A sign of life: prolongs a lease. False if it lapsed and another holder may have the share."""
+    def renew(
+        self, cell: Cell, process: int, holder: str, seconds: float, now: float | None = None
+    ) -> bool:
+        """A sign of life: prolongs a lease. False if it lapsed and another holder may have the
+        share."""
         now = time.time() if now is None else now
         with self._transaction():
             key = (now + seconds, self._cell(cell), process, holder, now)
@@ -380,18 +451,23 @@ class Journal:
         query = "SELECT key, process, holder, expires FROM lease JOIN cell ON cell.id = cell ORDER BY 1, 2"
         with _one_line(self.path):
             rows = self._db.execute(query).fetchall() if self._has("lease") else []
-        return {(Cell(**json.loads(key)), process): (holder, expires) for key, process, holder, expires in rows}
+        return {
+            (Cell(**json.loads(key)), process): (holder, expires)
+            for key, process, holder, expires in rows
+        }
 
     def gpu_states(self, cell: Cell, process: int) -> dict[int, dict[str, Any]]:
         """The GPU's state by round."""
         query = "SELECT round, state FROM gpu JOIN cell ON cell.id = cell WHERE key = ? AND process = ? ORDER BY 1"
         with _one_line(self.path):
-            rows = self._db.execute(query, (cell.key, process)).fetchall() if self._has("gpu") else []
+            rows = (
+                self._db.execute(query, (cell.key, process)).fetchall() if self._has("gpu") else []
+            )
         return {index: json.loads(state) for index, state in rows}
 
     def forget_rounds(self, cell: Cell, process: int) -> None:
-        """Drops the rounds of a share in which a candidate failed, and outcomes with times: what it did to them is
-        unknown. Failures stay."""
+        """Drops the rounds of a share in which a candidate failed, and outcomes with times: what it
+        did to them is unknown. Failures stay."""
         with self._transaction():
             key = (self._cell(cell), process)
             for table in ("reading", "round", "gpu"):
@@ -404,7 +480,9 @@ class Journal:
 
         `unsupported` is no failure: it comes out the same again.
         """
-        query = "SELECT DISTINCT cell, process FROM outcome WHERE status NOT IN ('ok', 'unsupported')"
+        query = (
+            "SELECT DISTINCT cell, process FROM outcome WHERE status NOT IN ('ok', 'unsupported')"
+        )
         with self._transaction():
             shares = self._db.execute(query).fetchall()
             for table in ("reading", "round", "outcome", "done", "gpu"):
@@ -412,7 +490,8 @@ class Journal:
         return len(shares)
 
     def measurements(self) -> list[Measurement]:
-        """All candidates that have an outcome, sorted. Only status ok and unstable come with samples."""
+        """All candidates that have an outcome, sorted. Only status ok and unstable come with
+        samples."""
         return self._measurements("", ())
 
     def outcomes(self, cell: Cell, process: int) -> list[Measurement]:
@@ -432,34 +511,60 @@ class Journal:
             for at, process, who, time_us, index, clock, slow in self._db.execute(readings, values):
                 reading = (time_us, index, clock, None if slow is None else bool(slow))
                 samples.setdefault((at, process, who), []).append(reading)
-            for at, process, who, key, variant, options, status, reason, *facts in self._db.execute(outcomes, values):
+            for at, process, who, key, variant, options, status, reason, *facts in self._db.execute(
+                outcomes, values
+            ):
                 cell = cells.get(key) or cells.setdefault(key, Cell(**json.loads(key)))
                 taken = samples.get((at, process, who), []) if status in ("ok", "unstable") else []
-                times, rounds, clocks, slowed = zip(*taken, strict=True) if taken else ((), (), (), ())
+                times, rounds, clocks, slowed = (
+                    zip(*taken, strict=True) if taken else ((), (), (), ())
+                )
                 candidate = Candidate(variant, options)
                 found.append(
-                    Measurement(cell, candidate, status, reason, process, times, rounds, clocks, slowed, *facts)
+                    Measurement(
+                        cell,
+                        candidate,
+                        status,
+                        reason,
+                        process,
+                        times,
+                        rounds,
+                        clocks,
+                        slowed,
+                        *facts,
+                    )
                 )
         return sorted(found, key=measurement_order)
 
     def envs(self) -> dict[str, dict[str, Any]]:
         """Environments by digest."""
         with _one_line(self.path):
-            return {digest: json.loads(fields) for digest, fields in self._db.execute("SELECT * FROM env ORDER BY 1")}
+            return {
+                digest: json.loads(fields)
+                for digest, fields in self._db.execute("SELECT * FROM env ORDER BY 1")
+            }
 
     def progress(self) -> Progress:
         with _one_line(self.path):
-            counts = {name: self._count(f"SELECT count(*) FROM {name}") for name in ("done", "round", "reading")}
+            counts = {
+                name: self._count(f"SELECT count(*) FROM {name}")
+                for name in ("done", "round", "reading")
+            }
             begun = self._count("""SELECT count(*) FROM (SELECT cell, process FROM round UNION
                                    SELECT cell, process FROM outcome UNION SELECT cell, process FROM done)""")
-            statuses = dict(self._db.execute("SELECT status, count(*) FROM outcome GROUP BY 1 ORDER BY 1"))
-        return Progress(counts["done"], begun - counts["done"], counts["round"], counts["reading"], statuses)
+            statuses = dict(
+                self._db.execute("SELECT status, count(*) FROM outcome GROUP BY 1 ORDER BY 1")
+            )
+        return Progress(
+            counts["done"], begun - counts["done"], counts["round"], counts["reading"], statuses
+        )
 
     def _count(self, query: str) -> int:
         return int(self._db.execute(query).fetchone()[0])
 
     def _shares(self) -> dict[tuple[str, int], dict[str, list[tuple[Any, ...]]]]:
-        """All rows by (cell key, process) and table, with names in the place of ids: what a merge compares."""
+        """All rows by (cell key, process) and table, with names in the place of ids: what a merge
+        compares."""
         found: dict[tuple[str, int], dict[str, list[tuple[Any, ...]]]] = {}
         with _one_line(self.path):
             for table, query in _SHARES.items():
@@ -469,7 +574,9 @@ class Journal:
                     found.setdefault((key, process), {}).setdefault(table, []).append(tuple(row))
         return found
 
-    def _insert_share(self, key: str, process: int, share: Mapping[str, list[tuple[Any, ...]]]) -> None:
+    def _insert_share(
+        self, key: str, process: int, share: Mapping[str, list[tuple[Any, ...]]]
+    ) -> None:
         with self._transaction():
             cell = self._cell(Cell(**json.loads(key)))
             for table, rows in share.items():
@@ -477,9 +584,13 @@ class Journal:
                     values = list(row)
                     if table in _NAMED:
                         place = _NAMED[table]
-                        values[place : place + 2] = [self._candidate(Candidate(*values[place : place + 2]))]
+                        values[place : place + 2] = [
+                            self._candidate(Candidate(*values[place : place + 2]))
+                        ]
                     marks = ", ".join("?" * (2 + len(values)))
-                    self._db.execute(f"INSERT INTO {table} VALUES ({marks})", (cell, process, *values))
+                    self._db.execute(
+                        f"INSERT INTO {table} VALUES ({marks})", (cell, process, *values)
+                    )
 
 
 _SHARES = {
@@ -497,10 +608,11 @@ _NAMED = {"reading": 2, "outcome": 0}
 
 
 def export(journal: Journal, results_dir: Path, device_slug: str, stem: str) -> Path:
-    """Writes the records to `results_dir/<device_slug>/<stem>.jsonl`, the environments to its env.json.
+    """Writes the records to `results_dir/<device_slug>/<stem>.jsonl`, the environments to its
+    env.json.
 
-    Raises JournalError for a replay, for environments that must not stand beside those already there, and if a file
-    can't be written; files are replaced whole or not at all.
+    Raises JournalError for a replay, for environments that must not stand beside those already
+    there, and if a file can't be written; files are replaced whole or not at all.
     """
     if journal.replay:
         raise JournalError(f"{journal.path}: is a replay; it is never exported as a measurement")
@@ -521,7 +633,9 @@ def export(journal: Journal, results_dir: Path, device_slug: str, stem: str) -> 
         raise JournalError(f"{path}: not exported: {error}") from None
     with _one_line(path):
         # The environments first, so that no record ever names one that isn't there.
-        write_atomic(folder / "env.json", json.dumps(envs, indent=1, sort_keys=True, allow_nan=False) + "\n")
+        write_atomic(
+            folder / "env.json", json.dumps(envs, indent=1, sort_keys=True, allow_nan=False) + "\n"
+        )
         write_atomic(path, dumps(measurements))
     return path
 
@@ -529,8 +643,8 @@ def export(journal: Journal, results_dir: Path, device_slug: str, stem: str) -> 
 def merge(paths: Sequence[Path], out: Path) -> None:
     """Joins journals of one sweep, from several machines, into a new one.
 
-    Equal shares of a cell count once. Raises JournalError if the journals are of different sweeps or GPUs, if two of
-    them disagree about one process's share of a cell, or if `out` exists.
+    Equal shares of a cell count once. Raises JournalError if the journals are of different sweeps
+    or GPUs, if two of them disagree about one process's share of a cell, or if `out` exists.
     """
     if not paths or out.exists():
         raise JournalError(f"{out}: {'exists already' if paths else 'nothing to merge'}")
@@ -545,7 +659,9 @@ def merge(paths: Sequence[Path], out: Path) -> None:
             envs |= journal.envs()
             for share, rows in journal._shares().items():
                 if shares.setdefault(share, rows) != rows:
-                    raise JournalError(f"{path}: differs from the others in process {share[1]} of {share[0]}")
+                    raise JournalError(
+                        f"{path}: differs from the others in process {share[1]} of {share[0]}"
+                    )
     if len(about) > 1:
         raise JournalError(f"{', '.join(map(str, paths))}: are journals of different sweeps")
     try:
@@ -563,5 +679,10 @@ def merge(paths: Sequence[Path], out: Path) -> None:
         with _one_line(out):
             os.replace(temporary, out)
     finally:
-        for leftover in (temporary, Path(f"{temporary}.lock"), Path(f"{temporary}-wal"), Path(f"{temporary}-shm")):
+        for leftover in (
+            temporary,
+            Path(f"{temporary}.lock"),
+            Path(f"{temporary}-wal"),
+            Path(f"{temporary}-shm"),
+        ):
             leftover.unlink(missing_ok=True)

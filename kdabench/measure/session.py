@@ -1,7 +1,8 @@
-"""A sweep from start to end: the device, the cells that are left, a worker that measures, a journal that keeps.
+"""A sweep from start to end: the device, the cells that are left, a worker that measures, a journal
+that keeps.
 
-The journal has one writer, this process. The worker is replaced after a hang, a crash or a lost CUDA context; what it
-was doing at that moment gets the blame and is not tried again.
+The journal has one writer, this process. The worker is replaced after a hang, a crash or a lost
+CUDA context; what it was doing at that moment gets the blame and is not tried again.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ _RULED_OUT = 1.15  # a settled loser this far behind the best isn't measured by 
 
 @dataclass(frozen=True)
 class Event:
-    """Progress, for whoever shows it. done and total count (cell, process) pairs, the total at most."""
+    """Progress, for whoever shows it. done and total count (cell, process) pairs, the total at
+    most."""
 
     kind: Literal["plan", "cell", "note"]
     done: int
@@ -61,7 +63,8 @@ class Summary:
     """What a sweep came to. `records` are all that its journal holds.
 
     stopped_by      the signal that ended it, or None
-    twins           how often a candidate measured twice was found faster, slower or the same as itself
+    twins           how often a candidate measured twice was found faster, slower or the same as
+                    itself
     """
 
     journal: Path
@@ -93,7 +96,8 @@ class Stopped(KeyboardInterrupt):
 
 @contextmanager
 def _stopping() -> Iterator[None]:
-    """SIGTERM and SIGHUP, a closed terminal among its senders, end the sweep like Ctrl-C: once, and cleanly."""
+    """SIGTERM and SIGHUP, a closed terminal among its senders, end the sweep like Ctrl-C: once, and
+    cleanly."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         for each in replaced:
@@ -103,7 +107,11 @@ def _stopping() -> Iterator[None]:
     replaced: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         # One that is ignored, as by nohup, stays so.
-        replaced = {n: old for n in (signal.SIGTERM, signal.SIGHUP) if (old := signal.getsignal(n)) != signal.SIG_IGN}
+        replaced = {
+            n: old
+            for n in (signal.SIGTERM, signal.SIGHUP)
+            if (old := signal.getsignal(n)) != signal.SIG_IGN
+        }
     for number in replaced:
         signal.signal(number, stop)
     try:
@@ -114,7 +122,8 @@ def _stopping() -> Iterator[None]:
 
 
 def find_device(choice: str, results: Path) -> str:
-    """ "cuda:N" or "replay:<slug>" for a user's choice; "auto" without a GPU replays the only recorded device.
+    """ "cuda:N" or "replay:<slug>" for a user's choice; "auto" without a GPU replays the only
+    recorded device.
 
     Raises ValueError (DeviceError) with a one-line reason.
     """
@@ -151,15 +160,19 @@ def run_sweep(
     most_cells: int | None = None,
     worker_main: WorkerMain = worker.main,
 ) -> Summary:
-    """Measure what is left of `sweep` on "cuda:N", or replay it from `results`; everything is kept in out/<stem>.db.
+    """Measure what is left of `sweep` on "cuda:N", or replay it from `results`; everything is kept
+    in out/<stem>.db.
 
     budget_s     no further cell starts after this many seconds
-    share        (k, n): every n-th cell from the k-th on, for n GPUs or machines; `merge` joins their journals
+    share        (k, n): every n-th cell from the k-th on, for n GPUs or machines; `merge` joins
+                 their journals
     retry        first forget the (cell, process) pairs in which a candidate failed
-    target       not every cell, but as adaptive.py chooses until none can lose more than this ratio; shares are of rows
-    most_cells   with a target: of these cells no more than so many, or the first ones of the rows if those are more
-    worker_main  what a worker process runs
-    Raises JournalError or JournalBusy for the journal, ValueError for records that can't be replayed.
+    target       not every cell, but as adaptive.py chooses until none can lose more than this
+                 ratio; shares are of rows
+    most_cells   with a target: of these cells no more than so many, or the first ones of the rows
+                 if those are more
+    worker_main  what a worker process runs Raises JournalError or JournalBusy for the journal,
+    ValueError for records that can't be replayed.
     """
     plan = plan or Plan()
     replay = device.startswith(REPLAY)
@@ -172,7 +185,11 @@ def run_sweep(
     with Journal.open(path, digest, sweep.question, replay=replay) as journal:
         begun: list[Cell] = []
         if retry:
-            begun = [c for c in sweep.cells if any(journal.cell_state(c, n) != "new" for n in range(sweep.processes))]
+            begun = [
+                c
+                for c in sweep.cells
+                if any(journal.cell_state(c, n) != "new" for n in range(sweep.processes))
+            ]
             journal.reopen_failed()
         queue = _Queue(sweep, share, journal, target, begun, most_cells)
         listener(Event("plan", queue.done, queue.total))
@@ -181,9 +198,19 @@ def run_sweep(
             with _stopping():
                 progress = _Progress(listener, queue, budget_s)
                 if replay:
-                    _replay(sweep, queue, journal, results / device.removeprefix(REPLAY), plan, progress)
+                    _replay(
+                        sweep, queue, journal, results / device.removeprefix(REPLAY), plan, progress
+                    )
                 else:
-                    _measure(sweep, queue, journal, int(device.removeprefix("cuda:")), worker_main, plan, progress)
+                    _measure(
+                        sweep,
+                        queue,
+                        journal,
+                        int(device.removeprefix("cuda:")),
+                        worker_main,
+                        plan,
+                        progress,
+                    )
         except KeyboardInterrupt as stopped:
             stopped_by = stopped.number if isinstance(stopped, Stopped) else int(signal.SIGINT)
         done, total = queue.done, queue.total
@@ -203,7 +230,8 @@ def run_sweep(
 
 
 class _Queue:
-    """(cell, process) pairs in the order in which they are measured, each asked for when the one before it is done.
+    """(cell, process) pairs in the order in which they are measured, each asked for when the one
+    before it is done.
 
     target              None: every cell, process by process; else what an adaptive.Course says
     begun, most_cells   of the course
@@ -225,7 +253,9 @@ class _Queue:
             from kdabench.policy import adaptive
 
             self.cells = adaptive.part(sweep.cells, *share)
-            self._course = adaptive.Course(self.cells, sweep.candidates, sweep.processes, begun, target, most_cells)
+            self._course = adaptive.Course(
+                self.cells, sweep.candidates, sweep.processes, begun, target, most_cells
+            )
             left = set(self.left)
             for pair in self._pairs():
                 if pair not in left:
@@ -291,10 +321,13 @@ class _Progress:
         )
 
 
-# --- replay ---------------------------------------------------------------------------------------------------------
+# --- replay
+# ---------------------------------------------------------------------------------------------------------
 
 
-def _replay(sweep: Sweep, queue: _Queue, journal: Journal, folder: Path, plan: Plan, progress: _Progress) -> None:
+def _replay(
+    sweep: Sweep, queue: _Queue, journal: Journal, folder: Path, plan: Plan, progress: _Progress
+) -> None:
     """Sampling and stopping, run on recorded samples."""
     if not queue.left:
         return
@@ -315,7 +348,9 @@ def _replay(sweep: Sweep, queue: _Queue, journal: Journal, folder: Path, plan: P
             envs.add(journal.add_env(known[digest]))
         timed = [r for r in wanted if r.samples_us]
         history, first_round = journal.readings(cell, process)
-        clocks = [known[r.env]["sm_clock_max_mhz"] for r in timed if known[r.env].get("sm_clock_max_mhz")]
+        clocks = [
+            known[r.env]["sm_clock_max_mhz"] for r in timed if known[r.env].get("sm_clock_max_mhz")
+        ]
         contest = run_contest(
             [r.candidate for r in timed],
             ReplayedClock(timed),
@@ -343,16 +378,23 @@ def _replay(sweep: Sweep, queue: _Queue, journal: Journal, folder: Path, plan: P
         progress.cell(
             cell,
             process,
-            {r.candidate: contest.samples.get(r.candidate, r.samples_us) for r in timed if r.status == "ok"},
+            {
+                r.candidate: contest.samples.get(r.candidate, r.samples_us)
+                for r in timed
+                if r.status == "ok"
+            },
         )
     if missing:
         cell, process = missing[0]
         first = f"{cell.kind} requests={cell.requests} heads={cell.heads} tokens={cell.tokens} process={process}"
-        progress.note(f"not recorded: {len(missing)} cells and processes, {first} the first of them")
+        progress.note(
+            f"not recorded: {len(missing)} cells and processes, {first} the first of them"
+        )
 
 
 def _replayed_outcome(measurement: Measurement, contest: Contest) -> tuple[Status, str | None]:
-    """Status and reason: what the contest says of a recorded candidate, unless its samples merely came to an end."""
+    """Status and reason: what the contest says of a recorded candidate, unless its samples merely
+    came to an end."""
     if measurement.status == "ok" and contest.unstable is not None:
         return "unstable", contest.unstable
     left = contest.left.get(measurement.candidate)
@@ -362,14 +404,20 @@ def _replayed_outcome(measurement: Measurement, contest: Contest) -> tuple[Statu
 
 
 def _keep_round(
-    journal: Journal, cell: Cell, process: int, index: int, readings: Round, gpu: Mapping[str, Any] | None = None
+    journal: Journal,
+    cell: Cell,
+    process: int,
+    index: int,
+    readings: Round,
+    gpu: Mapping[str, Any] | None = None,
 ) -> None:
     taken = [(c, x.time_us, x.sm_clock_mhz, x.throttled) for c, x in readings]
     journal.add_round(cell, process, index, taken, gpu=gpu)
 
 
 def _replayed_paths(sweep: Sweep, folder: Path) -> list[Path]:
-    """The record files that a replay reads: the sweep's own, else every file of the device. Raises ValueError."""
+    """The record files that a replay reads: the sweep's own, else every file of the device. Raises
+    ValueError."""
     own = folder / f"{sweep.stem}.jsonl"
     paths = [own] if own.exists() else sorted(folder.glob("*.jsonl"))
     if not paths:
@@ -396,7 +444,8 @@ def _replay_digest(sweep: Sweep, folder: Path) -> str:
 
 
 def recorded(folder: Path, sweep: Sweep) -> list[Measurement]:
-    """Records of the sweep's cells; a cell that stands in several files is taken from the first of them.
+    """Records of the sweep's cells; a cell that stands in several files is taken from the first of
+    them.
 
     Raises ValueError if nothing is recorded there.
     """
@@ -409,7 +458,8 @@ def recorded(folder: Path, sweep: Sweep) -> list[Measurement]:
     return found
 
 
-# --- measuring ------------------------------------------------------------------------------------------------------
+# --- measuring
+# ------------------------------------------------------------------------------------------------------
 
 
 class SweepFailedError(OSError):
@@ -425,7 +475,8 @@ def _measure(
     plan: Plan,
     progress: _Progress,
 ) -> None:
-    """Measure on a GPU: for each process number a fresh worker goes through the cells that are left."""
+    """Measure on a GPU: for each process number a fresh worker goes through the cells that are
+    left."""
     pairs = iter(queue)
     first = next(pairs, None)
     if first is None or progress.spent:
@@ -460,9 +511,11 @@ def _arch(device_index: int) -> str:
 
 
 class _Slot:
-    """The current worker, started when first needed and after the last one was lost; and the lock on its GPU.
+    """The current worker, started when first needed and after the last one was lost; and the lock
+    on its GPU.
 
-    While a worker is silent for long, a spare one is started, so that a hang costs little more than its time limit.
+    While a worker is silent for long, a spare one is started, so that a hang costs little more than
+    its time limit.
     """
 
     def __init__(self, device_index: int, worker_main: WorkerMain) -> None:
@@ -482,7 +535,8 @@ class _Slot:
             os.close(self._lock)
 
     def get(self) -> Worker:
-        """Raises JournalBusy if another sweep has the GPU, SweepFailedError if no worker comes up."""
+        """Raises JournalBusy if another sweep has the GPU, SweepFailedError if no worker comes
+        up."""
         if self._worker is None:
             try:
                 self._worker = self._started()
@@ -516,15 +570,17 @@ class _Slot:
 def lock_gpu(uuid: str) -> int:
     """Keeps other sweeps off a GPU until the returned descriptor is closed or this process ends.
 
-    The lock lies in $KDABENCH_LOCKS, by default the machine's folder for temporary files. Raises JournalBusy naming
-    the holder, JournalError if nothing can be written there.
+    The lock lies in $KDABENCH_LOCKS, by default the machine's folder for temporary files. Raises
+    JournalBusy naming the holder, JournalError if nothing can be written there.
     """
     folder = Path(os.environ.get("KDABENCH_LOCKS") or tempfile.gettempdir())
     path = folder / f"kdabench-{re.sub('[^A-Za-z0-9-]', '-', uuid)}"
     try:
         return hold(path, "measured on")
     except OSError as error:
-        raise JournalError(f"{path}.lock: {error.strerror}; name another folder by KDABENCH_LOCKS") from error
+        raise JournalError(
+            f"{path}.lock: {error.strerror}; name another folder by KDABENCH_LOCKS"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -576,17 +632,25 @@ class _Share:
         self._report()
 
     def _report(self) -> None:
-        good = [r for r in self.journal.outcomes(self.cell, self.process) if r.status == "ok" and r.samples_us]
+        good = [
+            r
+            for r in self.journal.outcomes(self.cell, self.process)
+            if r.status == "ok" and r.samples_us
+        ]
         for measurement in good:
             verdict = twin_verdict(twins(measurement), self.plan)
             if verdict not in (None, "same"):
-                self.progress.note(f"{self.cell.key}: {measurement.candidate} was found {verdict} than itself")
+                self.progress.note(
+                    f"{self.cell.key}: {measurement.candidate} was found {verdict} than itself"
+                )
         self.progress.cell(self.cell, self.process, {r.candidate: r.samples_us for r in good})
 
     def _attempt(self, candidates: tuple[Candidate, ...]) -> _Trouble | None:
         """Measure and keep. None if all is told; else the worker is gone."""
         history, first_round = self.journal.readings(self.cell, self.process)
-        job = worker.Job(self.cell, candidates, replace(self.plan, seed=self.process), history, first_round)
+        job = worker.Job(
+            self.cell, candidates, replace(self.plan, seed=self.process), history, first_round
+        )
         told = set[Candidate]()
 
         def keep(message: worker.Message, env: str) -> None:
@@ -606,7 +670,8 @@ class _Share:
         return trouble
 
     def _run(self, job: worker.Job, keep: Callable[[worker.Message, str], None]) -> _Trouble | None:
-        """Follow a job to its end. A fault that takes the CUDA context with it is trouble, and not kept."""
+        """Follow a job to its end. A fault that takes the CUDA context with it is trouble, and not
+        kept."""
         active = self.slot.get()
         env = self.journal.add_env(active.env)
         fault: worker.Outcome | None = None
@@ -630,8 +695,11 @@ class _Share:
             keep(fault, env)
         return None
 
-    def _guilty(self, trouble: _Trouble, candidates: Sequence[Candidate]) -> dict[Candidate, _Trouble]:
-        """Whom to blame. A fault is proven by running a suspect alone in a fresh worker; a hang is not paid twice."""
+    def _guilty(
+        self, trouble: _Trouble, candidates: Sequence[Candidate]
+    ) -> dict[Candidate, _Trouble]:
+        """Whom to blame. A fault is proven by running a suspect alone in a fresh worker; a hang is
+        not paid twice."""
         busy = trouble.candidate
         if busy is None:
             return dict.fromkeys(candidates, trouble)
@@ -640,7 +708,9 @@ class _Share:
         alone = self._alone(busy)
         if alone is not None:
             return {busy: alone}
-        others = {c: proof for c in candidates if c != busy and (proof := self._alone(c)) is not None}
+        others = {
+            c: proof for c in candidates if c != busy and (proof := self._alone(c)) is not None
+        }
         note = f"{trouble.reason}; not when it was tried alone"
         return others or {busy: replace(trouble, reason=note)}
 
@@ -658,7 +728,12 @@ class _Share:
         return trouble or next(iter(failed), None)
 
     def _keep(
-        self, candidate: Candidate, status: Status, reason: str | None, env: str, told: worker.Outcome | None = None
+        self,
+        candidate: Candidate,
+        status: Status,
+        reason: str | None,
+        env: str,
+        told: worker.Outcome | None = None,
     ) -> None:
         self.journal.set_outcome(
             self.cell,
@@ -681,7 +756,8 @@ class _Share:
 
 
 def _entrants(cell: Cell, process: int, sweep: Sweep, journal: Journal) -> list[Candidate]:
-    """The sweep's candidates, less those that an earlier process ruled out: failed, or clearly slower."""
+    """The sweep's candidates, less those that an earlier process ruled out: failed, or clearly
+    slower."""
     out: set[Candidate] = set()
     for earlier in range(process):
         outcomes = journal.outcomes(cell, earlier)
@@ -696,4 +772,8 @@ def dry_run(sweep: Sweep, device: str) -> tuple[int, int, float]:
     """Cells, candidates per cell, and a rough estimate of the seconds that all processes take."""
     per_cell = 0.35 + 0.06 * len(sweep.candidates)
     replayed = 0.02 if device.startswith(REPLAY) else per_cell
-    return len(sweep.cells), len(sweep.candidates), sweep.processes * (len(sweep.cells) * replayed + 8)
+    return (
+        len(sweep.cells),
+        len(sweep.candidates),
+        sweep.processes * (len(sweep.cells) * replayed + 8),
+    )

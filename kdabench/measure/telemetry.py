@@ -88,7 +88,8 @@ class Telemetry:
         return GpuState(None if mhz is None else int(mhz), throttled)
 
     def round_state(self) -> dict[str, Any]:
-        """Of each round: clocks in MHz, what lowers them, degrees Celsius, watts. Empty without NVML."""
+        """Of each round: clocks in MHz, what lowers them, degrees Celsius, watts. Empty without
+        NVML."""
         if self._whole is None:
             return {}
         nvml = self._nvml
@@ -97,7 +98,9 @@ class Telemetry:
         return {
             "sm_clock_mhz": self._ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
             "memory_clock_mhz": self._ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM),
-            "throttle": None if reasons is None else [name for bit, name in _REASONS.items() if reasons & bit],
+            "throttle": None
+            if reasons is None
+            else [name for bit, name in _REASONS.items() if reasons & bit],
             "temperature_c": self._ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
             "power_w": None if power_mw is None else round(power_mw / 1000),
         }
@@ -105,10 +108,15 @@ class Telemetry:
     @property
     def full_clock_mhz(self) -> int | None:
         """The highest SM clock; None where NVML doesn't say."""
-        return None if self._whole is None else self._ask("nvmlDeviceGetMaxClockInfo", self._nvml.NVML_CLOCK_SM)
+        return (
+            None
+            if self._whole is None
+            else self._ask("nvmlDeviceGetMaxClockInfo", self._nvml.NVML_CLOCK_SM)
+        )
 
     def peak_bytes_per_us(self) -> float | None:
-        """Of the memory at its highest clock, two transfers a clock; None where NVML doesn't say."""
+        """Of the memory at its highest clock, two transfers a clock; None where NVML doesn't
+        say."""
         if self._whole is None:
             return None
         mhz = self._ask("nvmlDeviceGetMaxClockInfo", self._nvml.NVML_CLOCK_MEM)

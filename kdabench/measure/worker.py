@@ -1,6 +1,8 @@
-"""The process that touches the GPU. A parent sends it cells; it answers with messages as things happen.
+"""The process that touches the GPU. A parent sends it cells; it answers with messages as things
+happen.
 
-It announces every phase before it enters it, so that a parent that finds it dead or silent knows what to blame.
+It announces every phase before it enters it, so that a parent that finds it dead or silent knows
+what to blame.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ Phase = Literal["start", "cell", "compile", "check", "measure"]
 
 @dataclass(frozen=True)
 class Job:
-    """One cell to measure in this process. `history` holds (round, reading) of an interrupted attempt."""
+    """One cell to measure in this process. `history` holds (round, reading) of an interrupted
+    attempt."""
 
     cell: Cell
     candidates: tuple[Candidate, ...]
@@ -54,7 +57,8 @@ class Began:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a candidate. `info` holds facts off the clock, such as seconds of compilation."""
+    """What became of a candidate. `info` holds facts off the clock, such as seconds of
+    compilation."""
 
     candidate: Candidate
     status: Status
@@ -76,7 +80,8 @@ class RoundDone:
 
 @dataclass(frozen=True)
 class CellDone:
-    """The cell is finished; `sticky` asks for a new worker because this one's CUDA context is lost."""
+    """The cell is finished; `sticky` asks for a new worker because this one's CUDA context is
+    lost."""
 
     sticky: bool = False
 
@@ -89,10 +94,14 @@ def main(pipe: Connection, device_index: int) -> None:
     serve(pipe, device_index)
 
 
-def serve(pipe: Connection, device_index: int, extra: Mapping[str, ModuleType] | None = None) -> None:
-    """The same with variants beside those of the kernels' package, by name: how tests and benchmarks plant faulty ones.
+def serve(
+    pipe: Connection, device_index: int, extra: Mapping[str, ModuleType] | None = None
+) -> None:
+    """The same with variants beside those of the kernels' package, by name: how tests and
+    benchmarks plant faulty ones.
 
-    Such a variant is any object with the names that kda_kernels.variants lists, but for what is declared of it.
+    Such a variant is any object with the names that kda_kernels.variants lists, but for what is
+    declared of it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     try:
@@ -143,14 +152,17 @@ def _range(name: str) -> Iterator[None]:
 class _Benches:
     """Makes cells ready; what lives as long as the worker."""
 
-    def __init__(self, device: cell_bench.Device, telemetry: Telemetry, extra: Mapping[str, ModuleType]) -> None:
+    def __init__(
+        self, device: cell_bench.Device, telemetry: Telemetry, extra: Mapping[str, ModuleType]
+    ) -> None:
         from kdabench.measure import cell_bench
 
         self.device, self.telemetry, self.extra = device, telemetry, extra
         self.weights = cell_bench.WeightCache()
 
     def code(self, cell: Cell, candidate: Candidate, compiled: Any) -> str:
-        """Names of the binary and the launch that run; empty if the variant refuses operands of the cell."""
+        """Names of the binary and the launch that run; empty if the variant refuses operands of the
+        cell."""
         from kda_kernels import identity, variants
         from kda_kernels.device.gpu import current_gpu
 
@@ -216,7 +228,9 @@ class _CellRun:
             self._fail_all("oom", _line(reason))
         return False
 
-    def _outcome(self, candidate: Candidate, status: Status, reason: str | None, unique_bytes: int = 0) -> None:
+    def _outcome(
+        self, candidate: Candidate, status: Status, reason: str | None, unique_bytes: int = 0
+    ) -> None:
         info = {"compile_s": self._compile_s[candidate]} if candidate in self._compile_s else {}
         _, compiled = self._compiled.get(candidate, (None, None))
         code = "" if compiled is None else self._benches.code(self._cell, candidate, compiled)
@@ -229,8 +243,9 @@ class _CellRun:
             self._outcome(candidate, status, reason)
 
     def _make_ready(self, ready: cell_bench.CellBench) -> Candidate | None:
-        """Compile, capture and check every open candidate. Returns the first that computes something wrong: it may have
-        written anywhere, or may suffer from what an earlier one wrote."""
+        """Compile, capture and check every open candidate. Returns the first that computes
+        something wrong: it may have written anywhere, or may suffer from what an earlier one
+        wrote."""
         for candidate in list(self._open):
             if candidate in ready.graphs:
                 continue
@@ -246,8 +261,11 @@ class _CellRun:
                 _require_context()
         return None
 
-    def _prepare(self, ready: cell_bench.CellBench, candidate: Candidate) -> tuple[Status, str] | None:
-        """Why a candidate can't be timed, or None. Raises _LostContextError, the outcome being told.
+    def _prepare(
+        self, ready: cell_bench.CellBench, candidate: Candidate
+    ) -> tuple[Status, str] | None:
+        """Why a candidate can't be timed, or None. Raises _LostContextError, the outcome being
+        told.
 
         No exception is returned: its frames would hold the operands.
         """
@@ -277,7 +295,8 @@ class _CellRun:
         return None
 
     def _settle(self, suspect: Candidate) -> cell_bench.CellBench:
-        """Try a candidate that was wrong alone, on fresh operands; then start over without it, or with it first."""
+        """Try a candidate that was wrong alone, on fresh operands; then start over without it, or
+        with it first."""
         _require_context()
         alone = self._prepare(self._benches.fresh_after_damage(self._cell), suspect)
         if alone is not None:

@@ -1,7 +1,9 @@
-"""A worker process as its parent sees it: started, listened to, and ended with everything that it started.
+"""A worker process as its parent sees it: started, listened to, and ended with everything that it
+started.
 
-Whatever the worker does, the parent waits for no message longer than the phase allows: messages and what the worker
-prints are drained by threads, so neither a torn message nor a full pipe holds anybody up.
+Whatever the worker does, the parent waits for no message longer than the phase allows: messages and
+what the worker prints are drained by threads, so neither a torn message nor a full pipe holds
+anybody up.
 """
 
 from __future__ import annotations
@@ -23,7 +25,13 @@ from kdabench.data.measurements import Status
 from kdabench.measure import worker
 
 WorkerMain = Callable[[Connection, int], None]
-LIMITS_S: dict[worker.Phase, float] = {"start": 120, "cell": 120, "compile": 180, "check": 60, "measure": 30}
+LIMITS_S: dict[worker.Phase, float] = {
+    "start": 120,
+    "cell": 120,
+    "compile": 180,
+    "check": 60,
+    "measure": 30,
+}
 """Longest silence of each phase."""
 _LOOK_S = 0.5
 _WORKER_START_S = 15.0
@@ -34,7 +42,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 class WorkerLostError(Exception):
-    """The worker died or hung: `status` and `reason` for whatever it was doing, as it announced in `began`."""
+    """The worker died or hung: `status` and `reason` for whatever it was doing, as it announced in
+    `began`."""
 
     def __init__(self, status: Status, reason: str, began: worker.Began) -> None:
         super().__init__(reason)
@@ -50,7 +59,9 @@ class Worker:
     late  called once in a silence that nears its limit, to prepare for the worst
     """
 
-    def __init__(self, device_index: int, main: WorkerMain, late: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, device_index: int, main: WorkerMain, late: Callable[[], None] = lambda: None
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         log, their_log = context.Pipe(duplex=False)
@@ -68,7 +79,8 @@ class Worker:
         self.env: Mapping[str, object] = {}
 
     def wait(self) -> None:
-        """Until the worker is up and `env` known. Raises WorkerLostError, and ends it, if it doesn't come up."""
+        """Until the worker is up and `env` known. Raises WorkerLostError, and ends it, if it
+        doesn't come up."""
         try:
             message = self.receive()
             while not isinstance(message, worker.Ready):
@@ -86,7 +98,9 @@ class Worker:
                 self._inbox.put(_Gone())
                 return
             except Exception as reason:  # what cannot be unpickled raises anything
-                self._inbox.put(_Gone(f"the worker's answer cannot be read: {type(reason).__name__}"))
+                self._inbox.put(
+                    _Gone(f"the worker's answer cannot be read: {type(reason).__name__}")
+                )
                 return
             self._inbox.put(message)
 
@@ -104,7 +118,8 @@ class Worker:
         self._threads[-1].start()
 
     def receive(self) -> worker.Message:
-        """The next message. Raises WorkerLostError if the worker dies or is silent beyond its phase's limit."""
+        """The next message. Raises WorkerLostError if the worker dies or is silent beyond its
+        phase's limit."""
         message = self._next(LIMITS_S[self._began.phase])
         if isinstance(message, _Gone):
             raise WorkerLostError("fault", self._epitaph(message), self._began)
@@ -135,7 +150,9 @@ class Worker:
         self._process.join(_KILL_GRACE_S)
         code = self._process.exitcode
         ended = "closed its pipe" if code is None else f"ended with exit code {code}"
-        return ": ".join(filter(None, (f"the worker {ended} in phase {phase}", self._tail.last_line())))
+        return ": ".join(
+            filter(None, (f"the worker {ended} in phase {phase}", self._tail.last_line()))
+        )
 
     def close(self) -> None:
         """End the process and everything it started."""
@@ -178,12 +195,15 @@ class _Tail:
     def last_line(self) -> str:
         self._thread.join(_LEAVE_S)
         lines = self._end.decode(errors="replace").split("\n")
-        printable = ("".join(c if c.isprintable() else " " for c in line).strip() for line in reversed(lines))
+        printable = (
+            "".join(c if c.isprintable() else " " for c in line).strip() for line in reversed(lines)
+        )
         return next(filter(None, printable), "")[:200]
 
 
 def _enter(main: WorkerMain, pipe: Connection, log: Connection, device_index: int) -> None:
-    """First thing in the new process: a group of its own, which ends with its parent, and a place for its output."""
+    """First thing in the new process: a group of its own, which ends with its parent, and a place
+    for its output."""
     os.setpgrp()
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,20 +1,23 @@
 """Which cells of a sweep to measure, and in which order, so that few of them make a good policy.
 
-A row is what differs in the requests alone. Its ends and a geometric selection between come first. Between two measured
-neighbours a policy takes what is good at both, or changes from one's best to the other's; in every unmeasured cell
-there the most that this can lose is bounded by
+A row is what differs in the requests alone. Its ends and a geometric selection between come first.
+Between two measured neighbours a policy takes what is good at both, or changes from one's best to
+the other's; in every unmeasured cell there the most that this can lose is bounded by
 
 * the log ratio to each rival, interpolated over log items between its values at the two ends
-* where a wave of CTAs ends, or one more than before must share an SM: what passes from w to w+1 takes up to
-  log((w + 1) / w) longer at once, though no longer than at the upper end, and no shorter than at the lower end before
+* where a wave of CTAs ends, or one more than before must share an SM: what passes from w to w+1
+  takes up to log((w + 1) / w) longer at once, though no longer than at the upper end, and no
+  shorter than at the lower end before
 * a bend of the log ratios, which grows with the width
 
-What the cells between two neighbours could lose together is their bracket's potential: the larger, the sooner one of
-them is measured, that with the largest bound. A bracket is closed when no cell's bound is above the target, or above
-what the noise of its ends hides, or when its crossover has had its cells. Later processes measure the same cells
-again: first those in which, within the noise, a rival may be faster than the fastest by more than the target.
+What the cells between two neighbours could lose together is their bracket's potential: the larger,
+the sooner one of them is measured, that with the largest bound. A bracket is closed when no cell's
+bound is above the target, or above what the noise of its ends hides, or when its crossover has had
+its cells. Later processes measure the same cells again: first those in which, within the noise, a
+rival may be faster than the fastest by more than the target.
 
-All of this follows from what was told, whatever the order: an interrupted sweep goes on as if it had never stopped.
+All of this follows from what was told, whatever the order: an interrupted sweep goes on as if it
+had never stopped.
 """
 
 from __future__ import annotations
@@ -40,20 +43,27 @@ MOST = 15
 _RATIO = 16.0  # of the requests of a row's first cells
 _BEND = 0.02  # of a log ratio in the middle of a bracket whose items double, or more
 _DOUBT = 2.0  # standard errors within which a rival may be the fastest after all
-_UNKNOWN_RESIDENTS = 8  # up to how many CTAs per SM an edge is looked for where their number isn't known
+_UNKNOWN_RESIDENTS = (
+    8  # up to how many CTAs per SM an edge is looked for where their number isn't known
+)
 _MEDIAN = 1.2533  # standard error of a median over that of a mean
 
 
 def residents_of(candidate: Candidate) -> int:
-    """CTAs that an SM holds at a time: as the spec says; 1 of a persistent variant, whose items an SM takes one after
-    the other; 0 if that isn't known.
+    """CTAs that an SM holds at a time: as the spec says; 1 of a persistent variant, whose items an
+    SM takes one after the other; 0 if that isn't known.
     """
     options = candidate.options
-    return int(options.get("ctas") or options.get("ctas_per_sm") or candidate.variant in variants.streaming())
+    return int(
+        options.get("ctas")
+        or options.get("ctas_per_sm")
+        or candidate.variant in variants.streaming()
+    )
 
 
 def rows_of(cells: Sequence[Cell]) -> list[tuple[Cell, ...]]:
-    """Cells that differ in their requests alone, ascending; rows in the order of their first cells."""
+    """Cells that differ in their requests alone, ascending; rows in the order of their first
+    cells."""
     found: dict[Cell, list[Cell]] = {}
     for cell in cells:
         found.setdefault(replace(cell, requests=1), []).append(cell)
@@ -61,7 +71,8 @@ def rows_of(cells: Sequence[Cell]) -> list[tuple[Cell, ...]]:
 
 
 def part(cells: Sequence[Cell], k: int, n: int) -> tuple[Cell, ...]:
-    """Every n-th row from the k-th on, in the order of `cells`: each part decides about its own rows."""
+    """Every n-th row from the k-th on, in the order of `cells`: each part decides about its own
+    rows."""
     mine = {cell for row in rows_of(cells)[k - 1 :: n] for cell in row}
     return tuple(cell for cell in cells if cell in mine)
 
@@ -90,7 +101,9 @@ class _Seen:
         samples: dict[Candidate, list[float]] = {}
         for measurement in measurements:
             samples.setdefault(measurement.candidate, []).extend(measurement.samples_us)
-        failed = {measurement.candidate for measurement in measurements if measurement.status != "ok"}
+        failed = {
+            measurement.candidate for measurement in measurements if measurement.status != "ok"
+        }
         log_us, error = np.full((2, len(candidates)), np.nan)
         for at, candidate in enumerate(candidates):
             logs = np.log(samples.get(candidate, []))
@@ -113,11 +126,14 @@ class _Seen:
 
     @property
     def doubt(self) -> float:
-        """How much faster than the fastest some other candidate may be, in log units; below 0 if none may."""
+        """How much faster than the fastest some other candidate may be, in log units; below 0 if
+        none may."""
         if not self.timed:
             return -math.inf
         fastest = int(np.nanargmin(self.log_us))
-        reach = _DOUBT * np.hypot(self.error, self.error[fastest]) - (self.log_us - self.log_us[fastest])
+        reach = _DOUBT * np.hypot(self.error, self.error[fastest]) - (
+            self.log_us - self.log_us[fastest]
+        )
         reach[fastest] = np.nan
         return float(np.fmax.reduce(reach, initial=-math.inf))
 
@@ -156,7 +172,8 @@ class _Row:
         return max(found, key=lambda bracket: (bracket.potential, -bracket.place), default=None)
 
     def _open(self, low: int, high: int, sms: int | None) -> list[_Bracket]:
-        """The open brackets between two of the first cells; none once their crossovers have had their cells."""
+        """The open brackets between two of the first cells; none once their crossovers have had
+        their cells."""
         places = [place for place in sorted(self.seen) if low <= place <= high]
         pairs = list(pairwise(places))
         crossovers = sum(self._common(*pair) is None for pair in pairs)
@@ -181,7 +198,8 @@ class _Row:
         return _Bracket(float(bounds.sum()), low + 1 + chosen)
 
     def _ends(self, low: int, high: int) -> tuple[Floats, Floats]:
-        """[candidates] log times at both ends. What has a time at one of them is taken to lose as much at the other."""
+        """[candidates] log times at both ends. What has a time at one of them is taken to lose as
+        much at the other."""
         a, b = self.seen[low].log_us, self.seen[high].log_us
         shift = np.nanmin(b) - np.nanmin(a)
         return np.where(np.isnan(a), b - shift, a), np.where(np.isnan(b), a + shift, b)
@@ -208,7 +226,8 @@ class _Row:
         return np.where(between < cut, before, after)
 
     def _bounds(self, low: int, high: int, at: Floats, width: float, sms: int | None) -> Floats:
-        """[cells between] the most that a policy could lose, in log units. at: their places, 0 to 1, of log items"""
+        """[cells between] the most that a policy could lose, in log units. at: their places, 0 to
+        1, of log items"""
         picks = self._picks(low, high, sms)
         a, b = self._ends(low, high)
         between = self.items[low + 1 : high]
@@ -216,7 +235,9 @@ class _Row:
         slower = np.minimum(self._jumps(self.items[low], between, sms), np.maximum(b - line, 0.0))
         faster = np.minimum(self._jumps(between, self.items[high], sms), np.maximum(line - a, 0.0))
         mine = np.arange(len(at)), picks
-        alike = (self.splits == self.splits[picks][:, None]) & (self.residents == self.residents[picks][:, None])
+        alike = (self.splits == self.splits[picks][:, None]) & (
+            self.residents == self.residents[picks][:, None]
+        )
         jumps = np.where(alike, 0.0, slower[mine][:, None] + faster)
         bend = _BEND * min(1.0, width / math.log(2)) * 4 * at * (1 - at)
         lost = line[mine][:, None] - line + jumps + bend[:, None]
@@ -225,7 +246,8 @@ class _Row:
         return bounds
 
     def _jumps(self, low: Ints, high: Ints, sms: int | None) -> Floats:
-        """[cells, candidates] by how much an edge between `low` and `high` items raises a time at most."""
+        """[cells, candidates] by how much an edge between `low` and `high` items raises a time at
+        most."""
         jumps = np.zeros((np.broadcast(low, high).size, len(self.splits)))
         for n, (split, residents) in enumerate(zip(self.splits, self.residents, strict=True)):
             edges = _edges(int(residents), sms, int(self.items[-1] * split))
@@ -237,12 +259,16 @@ class _Row:
 
 @cache
 def _edges(residents: int, sms: int | None, most: int) -> tuple[tuple[int, float], ...]:
-    """CTAs, below `most`, beyond which a time steps up, and by how much at most: where the first SM gets one more than
-    before, and where a wave of all residents is full."""
+    """CTAs, below `most`, beyond which a time steps up, and by how much at most: where the first SM
+    gets one more than before, and where a wave of all residents is full."""
     if sms is None:
         return ()
     shared = [(n * sms, n) for n in range(1, residents or _UNKNOWN_RESIDENTS + 1)]
-    waves = [(n * residents * sms, n) for n in range(1, most // (residents * sms) + 1)] if residents else []
+    waves = (
+        [(n * residents * sms, n) for n in range(1, most // (residents * sms) + 1)]
+        if residents
+        else []
+    )
     return tuple((ctas, math.log1p(1 / n)) for ctas, n in shared + waves if ctas < most)
 
 
@@ -251,7 +277,8 @@ class Course:
 
     begun   cells that are measured in any case
     target  see TARGET
-    most    cells to choose at most, the first ones of the rows among them; None: as many as the target asks for
+    most    cells to choose at most, the first ones of the rows among them; None: as many as the
+            target asks for
     """
 
     def __init__(
@@ -268,7 +295,9 @@ class Course:
         splits = np.array([int(c.options.get("split", 1)) for c in candidates])
         residents = np.array([residents_of(c) for c in candidates])
         self._rows = [_Row(row, splits, residents, target) for row in rows_of(cells)]
-        self._place = {cell: (n, at) for n, row in enumerate(self._rows) for at, cell in enumerate(row.cells)}
+        self._place = {
+            cell: (n, at) for n, row in enumerate(self._rows) for at, cell in enumerate(row.cells)
+        }
         first = {row.cells[at] for row in self._rows for at in row.first}
         self._wanted = first | set(begun)
         self._told: dict[Cell, dict[int, list[Measurement]]] = {cell: {} for cell in cells}
@@ -288,7 +317,9 @@ class Course:
     def _chosen(self) -> int:
         return sum(map(bool, self._told.values()))
 
-    def tell(self, cell: Cell, process: int, outcomes: Sequence[Measurement], sms: int | None) -> None:
+    def tell(
+        self, cell: Cell, process: int, outcomes: Sequence[Measurement], sms: int | None
+    ) -> None:
         """What one process found in a cell, on a device with so many SMs (None: unknown).
 
         No outcomes at all: a replay that lacks the cell.
@@ -313,9 +344,16 @@ class Course:
             return cell, 0
         for least in (math.log1p(self._target), -math.inf):
             for process in range(1, self._processes):
-                left = [cell for cell, told in self._told.items() if 0 in told and process not in told]
-                # One that was settled once stays so: each process number then takes two workers at most.
-                unsettled = [cell for cell in left if all(self._doubt(cell, n) >= least for n in range(1, process + 1))]
+                left = [
+                    cell for cell, told in self._told.items() if 0 in told and process not in told
+                ]
+                # One that was settled once stays so: each process number then takes two workers at
+                # most.
+                unsettled = [
+                    cell
+                    for cell in left
+                    if all(self._doubt(cell, n) >= least for n in range(1, process + 1))
+                ]
                 if unsettled:
                     return max(unsettled, key=lambda cell: self._doubt(cell, process)), process
         return None
@@ -329,7 +367,11 @@ class Course:
         for n, row in enumerate(self._rows):
             if n not in self._widest:
                 self._widest[n] = row.widest(self._sms)
-        found = [(bracket.potential, -n, bracket.place) for n, bracket in self._widest.items() if bracket is not None]
+        found = [
+            (bracket.potential, -n, bracket.place)
+            for n, bracket in self._widest.items()
+            if bracket is not None
+        ]
         if not found:
             return None
         _, n, place = max(found)
@@ -338,6 +380,11 @@ class Course:
     def _doubt(self, cell: Cell, process: int) -> float:
         """Of a cell's decision after the processes before."""
         if (cell, process) not in self._doubts:
-            told = [r for earlier, measurements in self._told[cell].items() if earlier < process for r in measurements]
+            told = [
+                r
+                for earlier, measurements in self._told[cell].items()
+                if earlier < process
+                for r in measurements
+            ]
             self._doubts[cell, process] = _Seen.of(told, self._candidates).doubt
         return self._doubts[cell, process]

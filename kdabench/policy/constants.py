@@ -1,4 +1,5 @@
-"""A dispatch policy as data: what a fit yields and what is written as a module. See docs/policy.md."""
+"""A dispatch policy as data: what a fit yields and what is written as a module. See
+docs/policy.md."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ ScheduleTable = Mapping[int, Mapping[int, Options]]
 """heads -> requests -> schedule: options of the variant that has such tables."""
 
 ChoiceTable = Mapping[tuple[str, int], Mapping[int, Mapping[int, tuple[str, Options]]]]
-"""(kind, tokens) -> heads -> items -> what takes a step from there on: a variant and its options."""
+"""(kind, tokens) -> heads -> items -> what takes a step from there on: a variant and its
+options."""
 
 STEP_KINDS = ("decode", "spec", "record")
 """Kinds that have thresholds of their own."""
@@ -50,18 +52,21 @@ def never() -> dict[str, int | None]:
 
 @dataclass(frozen=True)
 class Policy:
-    """The constants of the decision list, under the names of the generated module in lower case. None is never.
+    """The constants of the decision list, under the names of the generated module in lower case.
+    None is never.
 
-    choices          what decides; a step that it has no row for goes by the thresholds and schedules
-    spec_schedule    the best table that all windows can share: for kinds that window_schedule lacks, and to copy
+    choices          what decides; a step that it has no row for goes by the thresholds and
+                     schedules
+    spec_schedule    the best table that all windows can share: for kinds that window_schedule
+                     lacks, and to copy
     window_schedule  (kind, tokens) -> table, without the entries between two of the same schedule
     options          of the variants that have no schedule table
     step_options     variant -> (kind, tokens) -> options, before `options`
-    fused_split      items -> CTAs per item of the variant that `fused_items` hands steps to, from there on; empty: a
-                     rule of thumb
+    fused_split      items -> CTAs per item of the variant that `fused_items` hands steps to, from
+                     there on; empty: a rule of thumb
     policies         heads -> (requests, tokens) -> (row pitch in elements, gate mode)
-    measured         kind -> heads -> tokens -> requests -> time of the best other variant over that of the choice, or
-                     None if no other variant has one
+    measured         kind -> heads -> tokens -> requests -> time of the best other variant over that
+                     of the choice, or None if no other variant has one
     """
 
     origin: Origin
@@ -73,7 +78,9 @@ class Policy:
     choices: ChoiceTable = field(default_factory=dict)
     window_schedule: Mapping[tuple[str, int], ScheduleTable] = field(default_factory=dict)
     step_options: Mapping[str, Mapping[tuple[str, int], Options]] = field(default_factory=dict)
-    measured: Mapping[str, Mapping[int, Mapping[int, Mapping[int, float | None]]]] = field(default_factory=dict)
+    measured: Mapping[str, Mapping[int, Mapping[int, Mapping[int, float | None]]]] = field(
+        default_factory=dict
+    )
     fused_items: Mapping[int, int | None] = field(default_factory=dict)
     fused_default_items: int | None = None
     fused_split: Mapping[int, int] = field(default_factory=dict)
@@ -89,17 +96,24 @@ class Policy:
         """The constants by the names of the generated module."""
         rules = {name.upper(): getattr(self, name) for name in RULES}
         keys = {
-            heads: {f"{requests},{tokens}": list(value) for (requests, tokens), value in row.items()}
+            heads: {
+                f"{requests},{tokens}": list(value) for (requests, tokens), value in row.items()
+            }
             for heads, row in self.policies.items()
         }
         choices = {
             f"{kind},{tokens}": {
-                heads: {items: {"variant": variant, "options": options} for items, (variant, options) in row.items()}
+                heads: {
+                    items: {"variant": variant, "options": options}
+                    for items, (variant, options) in row.items()
+                }
                 for heads, row in table.items()
             }
             for (kind, tokens), table in self.choices.items()
         }
-        windows = {f"{kind},{tokens}": table for (kind, tokens), table in self.window_schedule.items()}
+        windows = {
+            f"{kind},{tokens}": table for (kind, tokens), table in self.window_schedule.items()
+        }
         steps = {
             variant: {f"{kind},{tokens}": options for (kind, tokens), options in row.items()}
             for variant, row in self.step_options.items()
@@ -134,6 +148,11 @@ def with_pdl(options: Options) -> dict[str, OptionValue]:
 
 
 def policy_of(module: ModuleType, origin: Origin) -> Policy:
-    """The policy that a generated module holds, of an older version too, but with another origin."""
-    values = {f.name: getattr(module, f.name.upper()) for f in fields(Policy) if hasattr(module, f.name.upper())}
+    """The policy that a generated module holds, of an older version too, but with another
+    origin."""
+    values = {
+        f.name: getattr(module, f.name.upper())
+        for f in fields(Policy)
+        if hasattr(module, f.name.upper())
+    }
     return Policy(origin, **values)

@@ -1,10 +1,12 @@
 """Records -> policy: what takes each step, thresholds and schedules, and what speaks for them.
 
-The cost of a way of choosing is the weighted sum over cells of log(time of its choice / time of the best).
+The cost of a way of choosing is the weighted sum over cells of log(time of its choice / time of the
+best).
 
-A policy comes in two forms. CHOICES decide: rows of candidates per kind, tokens and heads (choices.py). Thresholds
-(ladder.py) and one variant's schedules (schedules.py) say nearly the same in fewer constants, for an engine that has
-its own form of them, and serve where nothing that a row names can run. Replay or flush: replay.py.
+A policy comes in two forms. CHOICES decide: rows of candidates per kind, tokens and heads
+(choices.py). Thresholds (ladder.py) and one variant's schedules (schedules.py) say nearly the same
+in fewer constants, for an engine that has its own form of them, and serve where nothing that a row
+names can run. Replay or flush: replay.py.
 """
 
 from __future__ import annotations
@@ -55,7 +57,13 @@ from kdabench.policy.regret import (
 from kdabench.policy.rows import Rows, agreement, find_rows
 from kdabench.policy.thresholds import ladder
 from kdabench.policy.thresholds.ladder import BESIDE, LADDER, Solved
-from kdabench.policy.thresholds.schedules import Group, own_schedules, shared_schedules, table_of, thinned
+from kdabench.policy.thresholds.schedules import (
+    Group,
+    own_schedules,
+    shared_schedules,
+    table_of,
+    thinned,
+)
 
 VERSIONS = ("cuda", "driver", "torch", "triton", "cutlass_dsl")
 _SETTLED = 0.9
@@ -78,9 +86,11 @@ def fit(
 
     envs              environments by digest, as records.load_envs gives them
     weights           request count -> how often it occurs; None weighs all cells alike
-    default_schedule  default options of the variant with schedules, to compare with; they may be more than were swept
+    default_schedule  default options of the variant with schedules, to compare with; they may be
+                      more than were swept
     held              variants that were measured but must not be picked, and why
-    in_force          the module to replace: its constants stay unless new ones win by more than noise
+    in_force          the module to replace: its constants stay unless new ones win by more than
+                      noise
     held_out          records of cells that take no part in the fit, for the certificate
     resamples, seed   of the bootstrap
 
@@ -88,11 +98,17 @@ def fit(
     """
     held = held or {}
     check_comparable(
-        [r for r in (*measurements, *held_out) if r.cell.kind in FITTED_KINDS and r.candidate.variant not in held]
+        [
+            r
+            for r in (*measurements, *held_out)
+            if r.cell.kind in FITTED_KINDS and r.candidate.variant not in held
+        ]
     )
     grid = step_grid(measurements, weights=weights, held=held)
     if not grid.cells:
-        raise FitError(f"no records of kind {', '.join(FITTED_KINDS)} with inputs model: nothing to fit")
+        raise FitError(
+            f"no records of kind {', '.join(FITTED_KINDS)} with inputs model: nothing to fit"
+        )
     origin = _origin(measurements, held_out, envs)
     parts = _solve(grid, origin.sms)
     policy = _policy(grid, parts, origin)
@@ -106,7 +122,9 @@ def fit(
     policy = replace(policy, policies=_keys(grid, module), measured=_margins(grid, picked))
     module = emit.load(emit.emit(policy))
     evidence = _evidence(grid, policy, module, picked, _ways(grid, parts, policy), default_schedule)
-    generic = make_grid(r for r in measurements if r.cell.inputs == "generic" and r.candidate.variant not in held)
+    generic = make_grid(
+        r for r in measurements if r.cell.inputs == "generic" and r.candidate.variant not in held
+    )
     intervals, unsettled = _intervals(grid, parts, origin.sms, resamples, seed)
     names = {r.candidate.variant for r in measurements}
     flushes = [r for r in measurements if r.cell.kind == "flush"]
@@ -130,7 +148,8 @@ def step_grid(
     weights: Mapping[int, float] | None = None,
     held: Mapping[str, str] | None = None,
 ) -> Grid:
-    """What is fitted of some records: inputs model, of replays those with mixed pending tokens, nothing held back."""
+    """What is fitted of some records: inputs model, of replays those with mixed pending tokens,
+    nothing held back."""
     steps = (
         r
         for r in measurements
@@ -168,7 +187,15 @@ def _solve(grid: Grid, sms: int) -> _Parts:
     rows = find_rows(grid, sms)
     in_row = np.array([_in_row(rows, cell) for cell in grid.cells])
     shared = shared_schedules(grid, solved)
-    return _Parts(singles, solved, own_schedules(grid), shared, rows, in_row, replay_or_flush.solve(grid, in_row, sms))
+    return _Parts(
+        singles,
+        solved,
+        own_schedules(grid),
+        shared,
+        rows,
+        in_row,
+        replay_or_flush.solve(grid, in_row, sms),
+    )
 
 
 def _in_row(rows: Rows, cell: Cell) -> int:
@@ -180,7 +207,10 @@ def _kept(grid: Grid, in_force: ModuleType, picked: Ints, resamples: int, seed: 
     """What new picks gain over those of the module in force; None if they are to replace it."""
     for cell in grid.cells:
         first = in_force.ranked(cell.heads, cell.requests, cell.tokens, cell.kind)[0]
-        if not first.flush and (first.variant, canonical(dict(first.options))) not in grid.by_options:
+        if (
+            not first.flush
+            and (first.variant, canonical(dict(first.options))) not in grid.by_options
+        ):
             return None  # it picks what was not measured, or is held back
     old = picks(grid, in_force.ranked)
     found = certificate.gain(grid, old, picked, resamples, seed)
@@ -193,19 +223,25 @@ def digest_of(measurements: Sequence[Measurement]) -> str:
 
 
 def _origin(
-    measurements: Sequence[Measurement], held_out: Sequence[Measurement], envs: Mapping[str, Mapping[str, Any]]
+    measurements: Sequence[Measurement],
+    held_out: Sequence[Measurement],
+    envs: Mapping[str, Mapping[str, Any]],
 ) -> Origin:
     every = [*measurements, *held_out]
     used = [envs[env] for env in sorted({r.env for r in every}) if env in envs]
     if not used:
-        raise FitError("env: the records' environments are unknown: env.json is missing or of other records")
+        raise FitError(
+            "env: the records' environments are unknown: env.json is missing or of other records"
+        )
     try:
         provenance.check_mix(used)
         provenance.check_kernels(every)
     except provenance.ProvenanceError as error:
         raise FitError(str(error)) from None
     env = used[0]
-    versions = {name: ", ".join(sorted({str(e[name]) for e in used if e.get(name)})) for name in VERSIONS}
+    versions = {
+        name: ", ".join(sorted({str(e[name]) for e in used if e.get(name)})) for name in VERSIONS
+    }
     major, minor = str(env["capability"]).split(".")
     return Origin(
         device=env["gpu"],
@@ -229,7 +265,10 @@ def _policy(grid: Grid, parts: _Parts, origin: Origin) -> Policy:
     return Policy(
         origin=origin,
         choices={
-            step: {heads: {items: _taker(grid, i) for items, i in row.items()} for heads, row in table.items()}
+            step: {
+                heads: {items: _taker(grid, i) for items, i in row.items()}
+                for heads, row in table.items()
+            }
             for step, table in parts.rows.items()
         },
         schedule=table_of(grid, parts.own, ("decode", 1)),
@@ -246,7 +285,9 @@ def _policy(grid: Grid, parts: _Parts, origin: Origin) -> Policy:
         stream_heads=measurement.get("stream_heads"),
         wide_items=cuts["wide_items"],
         stock_items=cuts["stock_items"],
-        options={fallback or "": with_pdl({} if last is None else grid.candidates[last[0]].options)},
+        options={
+            fallback or "": with_pdl({} if last is None else grid.candidates[last[0]].options)
+        },
         step_options=_step_options(grid, parts),
         policies={},
     )
@@ -259,7 +300,11 @@ def _taker(grid: Grid, index: int) -> tuple[str, Options]:
 
 def _step_options(grid: Grid, parts: _Parts) -> dict[str, dict[tuple[str, int], Options]]:
     """Options of the variants that some threshold hands a step to, but the last resort."""
-    rules = {variants.of_rule(rule): (rule, *BESIDE.get(rule, ())) for rule in LADDER if rule != "stock_items"}
+    rules = {
+        variants.of_rule(rule): (rule, *BESIDE.get(rule, ()))
+        for rule in LADDER
+        if rule != "stock_items"
+    }
     fused = variants.of_rule("fused_items")
     replayed = {
         fused: any(parts.fused.items.values()),
@@ -271,9 +316,14 @@ def _step_options(grid: Grid, parts: _Parts) -> dict[str, dict[tuple[str, int], 
             if cell.kind == "replay":
                 taken = replayed.get(variant, False)
             else:
-                taken = any(parts.solved[cell.kind].cuts[rule] is not None for rule in rules.get(variant, ()))
+                taken = any(
+                    parts.solved[cell.kind].cuts[rule] is not None
+                    for rule in rules.get(variant, ())
+                )
             if taken:
-                options = parts.fused.options if variant == fused else grid.candidates[index].options
+                options = (
+                    parts.fused.options if variant == fused else grid.candidates[index].options
+                )
                 found.setdefault(variant, {})[cell.kind, cell.tokens] = with_pdl(options)
     return found
 
@@ -281,13 +331,15 @@ def _step_options(grid: Grid, parts: _Parts) -> dict[str, dict[tuple[str, int], 
 def _keys(grid: Grid, module: ModuleType) -> dict[int, dict[tuple[int, int], tuple[int, int]]]:
     """heads -> (requests, tokens) -> (row pitch, gate mode of what is picked).
 
-    Of every count of requests that was measured anywhere: an adaptive sweep leaves out those that follow from others.
-    Of kind record, where both kinds of window were measured.
+    Of every count of requests that was measured anywhere: an adaptive sweep leaves out those that
+    follow from others. Of kind record, where both kinds of window were measured.
     """
     found: dict[int, dict[tuple[int, int], tuple[int, int]]] = {}
     steps = {(c.heads, c.tokens, c.kind) for c in grid.cells}
     every = {c.requests for c in grid.cells}
-    keys = sorted((heads, requests, tokens, kind) for heads, tokens, kind in steps for requests in every)
+    keys = sorted(
+        (heads, requests, tokens, kind) for heads, tokens, kind in steps for requests in every
+    )
     scheduled, fallback = variants.of_rule("schedule"), variants.of_rule("stock_items")
     for heads, requests, tokens, kind in keys:
         if kind == "replay" or (requests, tokens) in found.get(heads, {}):
@@ -308,14 +360,20 @@ def _default_gate_mode(name: str | None) -> int:
 
 def _margins(grid: Grid, picked: Ints) -> dict[str, dict[int, dict[int, dict[int, float | None]]]]:
     """What Policy.measured says, of the cells where the policy has a time."""
-    found: dict[str, dict[int, dict[int, dict[int, float | None]]]] = {kind: {} for kind in FITTED_KINDS}
+    found: dict[str, dict[int, dict[int, dict[int, float | None]]]] = {
+        kind: {} for kind in FITTED_KINDS
+    }
     variants = np.array([c.variant for c in grid.candidates])
     for cell, mine, row in zip(grid.cells, picked, grid.log_us, strict=True):
         if mine == NOWHERE:
             continue
-        other = float(np.fmin.reduce(row[variants != variants[mine]], initial=np.nan)) - float(row[mine])
+        other = float(np.fmin.reduce(row[variants != variants[mine]], initial=np.nan)) - float(
+            row[mine]
+        )
         margin = None if math.isnan(other) else math.exp(other)
-        found[cell.kind].setdefault(cell.heads, {}).setdefault(cell.tokens, {})[cell.requests] = margin
+        found[cell.kind].setdefault(cell.heads, {}).setdefault(cell.tokens, {})[cell.requests] = (
+            margin
+        )
     return found
 
 
@@ -323,7 +381,9 @@ def _ways(grid: Grid, parts: _Parts, policy: Policy) -> dict[str, Ints]:
     """Picks of other ways of choosing, by name."""
     own = parts.own
     ways = {
-        _only_scheduled(): np.array([own.get((c.kind, c.tokens, c.heads, c.requests), NOWHERE) for c in grid.cells])
+        _only_scheduled(): np.array(
+            [own.get((c.kind, c.tokens, c.heads, c.requests), NOWHERE) for c in grid.cells]
+        )
     }
     ways |= {f"only {variant}": single for variant, single in parts.singles.items()}
     plain = replace(policy, choices={})
@@ -339,7 +399,8 @@ def _only_scheduled() -> str:
 
 
 def _thresholds(grid: Grid, parts: _Parts) -> dict[tuple[str, str], int | None]:
-    """(name, kind, or heads of fused_items) -> threshold, of those whose variant was measured and stock's."""
+    """(name, kind, or heads of fused_items) -> threshold, of those whose variant was measured and
+    stock's."""
     found: dict[tuple[str, str], int | None] = {}
     measured = {rule: variants.of_rule(rule) in parts.singles for rule in LADDER}
     for rule in LADDER:
@@ -351,15 +412,18 @@ def _thresholds(grid: Grid, parts: _Parts) -> dict[tuple[str, str], int | None]:
     if "replay" in grid.cells.kinds:
         fused = parts.fused
         found |= {("fused_items", str(heads)): items for heads, items in fused.items.items()}
-        found |= {("fused_default_items", "replay"): fused.default_items, ("fused_ws_items", "replay"): fused.ws_items}
+        found |= {
+            ("fused_default_items", "replay"): fused.default_items,
+            ("fused_ws_items", "replay"): fused.ws_items,
+        }
     return found
 
 
 def _intervals(
     grid: Grid, parts: _Parts, sms: int, resamples: int, seed: int
 ) -> tuple[dict[str, dict[str, Interval | None]], tuple[tuple[Cell, float], ...]]:
-    """Threshold -> kind or heads -> 90 % interval, by drawing each cell's processes anew; `never` counts as the
-    largest. And the cells whose row is unsettled; see Evidence.
+    """Threshold -> kind or heads -> 90 % interval, by drawing each cell's processes anew; `never`
+    counts as the largest. And the cells whose row is unsettled; see Evidence.
     """
     names = list(_thresholds(grid, parts))
     found: dict[str, dict[str, Interval | None]] = {rule: {} for rule, _ in names}
@@ -374,13 +438,17 @@ def _intervals(
         of_kind = [ladder.solve(grids, kind, parts.singles, sms) for kind in STEP_KINDS]
         for again, *solved in zip(grids, *of_kind, strict=True):
             fused = replay_or_flush.solve(again, parts.in_row, sms)
-            found_again = replace(parts, solved=dict(zip(STEP_KINDS, solved, strict=True)), fused=fused)
+            found_again = replace(
+                parts, solved=dict(zip(STEP_KINDS, solved, strict=True)), fused=fused
+            )
             for name, cut in _thresholds(again, found_again).items():
                 values[name].append(math.inf if cut is None else cut)
     for (rule, key), cuts in values.items():
         found[rule][key] = _middle_90(sorted(cuts))
     shares = agreement(grid, draws, sms)
-    return found, tuple((c, float(share)) for c, share in zip(grid.cells, shares, strict=True) if share < _SETTLED)
+    return found, tuple(
+        (c, float(share)) for c, share in zip(grid.cells, shares, strict=True) if share < _SETTLED
+    )
 
 
 def _middle_90(ranked: Sequence[float]) -> Interval:
@@ -414,7 +482,9 @@ def _evidence(
         regret=regret,
         baselines=baselines,
         best_single_variant=min(
-            singles, key=lambda n: (-baselines[n]["all"].cells, baselines[n]["all"].geomean), default=None
+            singles,
+            key=lambda n: (-baselines[n]["all"].cells, baselines[n]["all"].geomean),
+            default=None,
         ),
         table_gain=regret["all"].geomean if regret else 0.0,
         entries=sum(len(row) for table in policy.choices.values() for row in table.values()),
@@ -455,7 +525,9 @@ def _certificate(
     ways = {
         "thresholds and schedules": picks(others, plain.ranked),
         "nearest measured cell's fastest": certificate.nearest_winners(grid, others),
-        _only_scheduled(): picks(others, lambda *key: [c for c in plain.ranked(*key) if c.variant == scheduled]),
+        _only_scheduled(): picks(
+            others, lambda *key: [c for c in plain.ranked(*key) if c.variant == scheduled]
+        ),
     }
     if in_force is not None:
         ways["policy before"] = picks(others, in_force.ranked)

@@ -1,6 +1,7 @@
 """What each candidate took in each cell, and what a way of choosing costs against the fastest.
 
-Times enter as logarithms, so that costs are ratios: a miss of 30 % weighs as much as hundreds of 0.1 %.
+Times enter as logarithms, so that costs are ratios: a miss of 30 % weighs as much as hundreds of
+0.1 %.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ Interval = tuple[int | None, int | None]
 TIE = 0.005
 """Times closer than this, as a ratio, are a tie."""
 CLIFF = 0.03
-"""A step that is slower than one with more requests by more than this, as a ratio, stands on a cliff."""
+"""A step that is slower than one with more requests by more than this, as a ratio, stands on a
+cliff."""
 NOWHERE = -1
 """Index of the candidate where nothing can be picked."""
 FLUSH = "flush"
@@ -42,7 +44,8 @@ class FitError(ValueError):
 
 
 class Cells(tuple[Cell, ...]):
-    """Cells in the order of records.cell_order, and what is often asked of them as arrays [cells]."""
+    """Cells in the order of records.cell_order, and what is often asked of them as arrays
+    [cells]."""
 
     @cached_property
     def kinds(self) -> NDArray[np.str_]:
@@ -66,7 +69,8 @@ class Grid:
     """Measured steps of one input distribution.
 
     candidates  by variant and spec
-    process_us  [cells, candidates, processes]  median of one process's samples; NaN where there is none
+    process_us  [cells, candidates, processes]  median of one process's samples; NaN where there is
+                none
     weights     [cells]  1 in the mean
     """
 
@@ -77,7 +81,8 @@ class Grid:
 
     @cached_property
     def log_us(self) -> Floats:
-        """[cells, candidates] log of the median over processes; NaN where a candidate has no time."""
+        """[cells, candidates] log of the median over processes; NaN where a candidate has no
+        time."""
         log_us: Floats = np.log(_middle(self.process_us))
         return log_us
 
@@ -99,19 +104,26 @@ class Grid:
     @cached_property
     def by_options(self) -> dict[tuple[str, str], int]:
         """Index of a candidate by its variant and what `choose` calls its options."""
-        return {(c.variant, canonical(with_pdl(c.options))): i for i, c in enumerate(self.candidates)}
+        return {
+            (c.variant, canonical(with_pdl(c.options))): i for i, c in enumerate(self.candidates)
+        }
 
     def draws(self, resamples: int, seed: int) -> Ints:
         """[resamples, cells, processes] processes drawn anew in each cell, with repetition."""
-        # The raw stream of a bit generator is the same in every numpy; that of its distributions need not be.
+        # The raw stream of a bit generator is the same in every numpy; that of its distributions
+        # need not be.
         cells, _, processes = self.process_us.shape
         raw = np.random.PCG64(seed).random_raw(resamples * cells * processes)
-        draws: Ints = (raw % np.uint64(processes)).astype(np.int64).reshape(resamples, cells, processes)
+        draws: Ints = (
+            (raw % np.uint64(processes)).astype(np.int64).reshape(resamples, cells, processes)
+        )
         return draws
 
     def resampled(self, draw: Ints) -> Grid:
         """The grid with other processes: draw [cells, processes]."""
-        return replace(self, process_us=np.take_along_axis(self.process_us, draw[:, None, :], axis=2))
+        return replace(
+            self, process_us=np.take_along_axis(self.process_us, draw[:, None, :], axis=2)
+        )
 
     def picked_us(self, picked: Ints) -> Floats:
         """[cells, processes] times of the picked candidates; NaN where there is none."""
@@ -121,7 +133,8 @@ class Grid:
 
 
 def resampled_log_us(process_us: Floats, draws: Ints) -> Floats:
-    """[resamples, cells, ...] log of the medians of drawn processes. process_us: [cells, ..., processes]"""
+    """[resamples, cells, ...] log of the medians of drawn processes. process_us: [cells, ...,
+    processes]"""
     between = (None,) * (process_us.ndim - 2)
     at = draws[(slice(None), slice(None), *between)]
     log_us: Floats = np.log(_middle(np.take_along_axis(process_us[None], at, axis=-1)))
@@ -144,30 +157,40 @@ def median(samples: Sequence[float]) -> float:
 
 
 def check_comparable(measurements: Sequence[Measurement]) -> None:
-    """Raises FitError unless all were timed in context `layer` and differ only in what a policy asks for."""
+    """Raises FitError unless all were timed in context `layer` and differ only in what a policy
+    asks for."""
     contexts = {r.cell.context for r in measurements}
     if contexts - {"layer"}:
-        raise FitError(f"context: {', '.join(sorted(contexts))}: a policy is fitted on context layer alone")
+        raise FitError(
+            f"context: {', '.join(sorted(contexts))}: a policy is fitted on context layer alone"
+        )
     for axis in ("l2", "state_dtype", "conv_layout"):
         found = sorted({str(getattr(r.cell, axis)) for r in measurements})
         if len(found) > 1:
             raise FitError(f"{axis}: {', '.join(found)}: one policy is fitted on one of them")
 
 
-def make_grid(measurements: Iterable[Measurement], weights: Mapping[int, float] | None = None) -> Grid:
+def make_grid(
+    measurements: Iterable[Measurement], weights: Mapping[int, float] | None = None
+) -> Grid:
     """The grid of some records. A candidate that failed in any process of a cell has no time in it.
 
-    weights  how often each request count occurs; each goes to the nearest measured count. None weighs all cells alike.
+    weights  how often each request count occurs; each goes to the nearest measured count. None
+             weighs all cells alike.
     """
     rows = [r for r in measurements if r.cell.kind in FITTED_KINDS]
     cells = sorted({r.cell for r in rows}, key=cell_order)
     candidates = sorted({r.candidate for r in rows}, key=lambda c: (c.variant, c.options_json))
     processes = sorted({r.process for r in rows})
-    cell_at, candidate_at, process_at = ({k: i for i, k in enumerate(keys)} for keys in (cells, candidates, processes))
+    cell_at, candidate_at, process_at = (
+        {k: i for i, k in enumerate(keys)} for keys in (cells, candidates, processes)
+    )
     process_us = np.full((len(cells), len(candidates), max(1, len(processes))), np.nan)
     for r in rows:
         if r.status == "ok":
-            process_us[cell_at[r.cell], candidate_at[r.candidate], process_at[r.process]] = median(r.samples_us)
+            process_us[cell_at[r.cell], candidate_at[r.candidate], process_at[r.process]] = median(
+                r.samples_us
+            )
     for r in rows:
         if r.status not in ("ok", "unstable"):
             process_us[cell_at[r.cell], candidate_at[r.candidate]] = np.nan
@@ -179,7 +202,9 @@ def _weights(cells: Sequence[Cell], histogram: Mapping[int, float] | None) -> Fl
         return np.ones(len(cells))
     for requests, weight in histogram.items():
         if type(requests) is not int or requests < 1 or not 0 <= weight < math.inf:
-            raise FitError(f"weights: {requests}: {weight}: request counts >= 1 with finite weights >= 0")
+            raise FitError(
+                f"weights: {requests}: {weight}: request counts >= 1 with finite weights >= 0"
+            )
     found = np.full(len(cells), _UNLISTED_WEIGHT * (sum(histogram.values()) or 1.0))
     series: dict[tuple[object, ...], list[int]] = {}
     for i, cell in enumerate(cells):
@@ -196,7 +221,11 @@ def picks(grid: Grid, ranked: Callable[..., Any]) -> Ints:
     found = np.full(len(grid.cells), NOWHERE)
     for row, cell in enumerate(grid.cells):
         for choice in ranked(cell.heads, cell.requests, cell.tokens, cell.kind):
-            key = (FLUSH, _FLUSH_OPTIONS) if choice.flush else (choice.variant, canonical(dict(choice.options)))
+            key = (
+                (FLUSH, _FLUSH_OPTIONS)
+                if choice.flush
+                else (choice.variant, canonical(dict(choice.options)))
+            )
             index = grid.by_options.get(key)
             if index is not None and not np.isnan(grid.log_us[row, index]):
                 found[row] = index
@@ -213,10 +242,12 @@ def log_regret(grid: Grid, picked: Ints) -> Floats:
 
 @dataclass(frozen=True)
 class Regret:
-    """Of a way of choosing, over the cells where it has a time. All but counts are fractions: 0.01 is 1 % slower.
+    """Of a way of choosing, over the cells where it has a time. All but counts are fractions: 0.01
+    is 1 % slower.
 
     geomean    weighted geometric mean
-    top1       share of cells where the fastest was chosen; only for information, ties make it misleading
+    top1       share of cells where the fastest was chosen; only for information, ties make it
+               misleading
     """
 
     cells: int
@@ -265,9 +296,10 @@ class Gain:
 class Certificate:
     """Regret on cells that no fit has seen.
 
-    bounds     "geomean", "p99", "max": upper ends of one-sided 95 % intervals, bootstrap over cells and processes
-    baselines  of other ways of choosing. "only <variant>": with the options that are best on these very cells, but
-               the one that has schedules with those of the policy
+    bounds     "geomean", "p99", "max": upper ends of one-sided 95 % intervals, bootstrap over cells
+               and processes
+    baselines  of other ways of choosing. "only <variant>": with the options that are best on these
+               very cells, but the one that has schedules with those of the policy
     uncovered  cells where none of the policy's choices has a time, though something has
     """
 
@@ -284,7 +316,8 @@ class Cliff:
 
     faster  the fastest of the steps with more requests
     lost    ratio of the two times, minus 1
-    rule    to blame: that of `faster` if its variant avoids the cliff, else the rule that decided in `cell`
+    rule    to blame: that of `faster` if its variant avoids the cliff, else the rule that decided
+            in `cell`
     """
 
     cell: Cell
@@ -295,28 +328,37 @@ class Cliff:
 
 @dataclass(frozen=True)
 class Evidence:
-    """How good a policy is on the cells it was fitted on. No certificate: that takes cells measured afterwards.
+    """How good a policy is on the cells it was fitted on. No certificate: that takes cells measured
+    afterwards.
 
     cells, without_winner   measured cells, and those in which nothing has a time
-    uncovered               cells where none of the policy's choices has a time, though something has
+    uncovered               cells where none of the policy's choices has a time, though something
+                            has
     statuses                of all records
     regret                  of the policy, by kind and over "all"
-    baselines               the same of other ways of choosing: "only <variant>" with its own best options; "thresholds
-                            and schedules", the policy without CHOICES; "one window schedule", without WINDOW_SCHEDULE
-                            too; "not streamable" among the variants that remain then; and "default schedule" if the
-                            kernel's default was measured
+    baselines               the same of other ways of choosing: "only <variant>" with its own best
+                            options; "thresholds and schedules", the policy without CHOICES; "one
+                            window schedule", without WINDOW_SCHEDULE too; "not streamable" among
+                            the variants that remain then; and "default schedule" if the kernel's
+                            default was measured
     best_single_variant     the better of the "only ..." ways
-    table_gain              what an unrestricted table, one entry per cell, would gain in geometric mean
+    table_gain              what an unrestricted table, one entry per cell, would gain in geometric
+                            mean
     entries                 of the rows that decide
-    slower_than_default     cells where the policy loses to the default schedule by more than the tie band: (cell, ratio
-                            lost); None if that wasn't measured
+    slower_than_default     cells where the policy loses to the default schedule by more than the
+                            tie band: (cell, ratio lost); None if that wasn't measured
     cliffs                  of the policy, see Cliff
-    intervals               STOCK_ITEMS by kind: 90 % bootstrap interval over processes, None with fewer than two
-    other_intervals         the same of other thresholds whose variant was measured, by name, then kind or heads
-    unsettled               cells where under 90 % of the resamples pick the policy's variant: (cell, share)
-    flips                   cells whose winner loses more than the tie band with generic inputs: (cell, ratio lost)
+    intervals               STOCK_ITEMS by kind: 90 % bootstrap interval over processes, None with
+                            fewer than two
+    other_intervals         the same of other thresholds whose variant was measured, by name, then
+                            kind or heads
+    unsettled               cells where under 90 % of the resamples pick the policy's variant:
+                            (cell, share)
+    flips                   cells whose winner loses more than the tie band with generic inputs:
+                            (cell, ratio lost)
     held                    variants that were measured but kept out of the policy, and why
-    kept                    None, or why the constants are those of the policy before: the gain of new ones
+    kept                    None, or why the constants are those of the policy before: the gain of
+                            new ones
     certificate             what held-out cells say; None without such
     """
 
@@ -348,13 +390,17 @@ def count_statuses(measurements: Iterable[Measurement]) -> dict[str, int]:
 
 
 def slower_than(grid: Grid, picked: Ints, candidate: int) -> tuple[tuple[Cell, float], ...]:
-    """Cells where what is picked is slower than a candidate by more than the tie band, and the ratio lost."""
+    """Cells where what is picked is slower than a candidate by more than the tie band, and the
+    ratio lost."""
     lost = log_regret(grid, picked) - (grid.log_us[:, candidate] - grid.best)
-    return tuple((grid.cells[row], math.expm1(lost[row])) for row in np.flatnonzero(lost > math.log1p(TIE)))
+    return tuple(
+        (grid.cells[row], math.expm1(lost[row])) for row in np.flatnonzero(lost > math.log1p(TIE))
+    )
 
 
 def find_cliffs(grid: Grid, picked: Ints, explain: Callable[..., Any]) -> tuple[Cliff, ...]:
-    """Where a policy is slower than with more requests, of the same kind, tokens and heads; see Cliff."""
+    """Where a policy is slower than with more requests, of the same kind, tokens and heads; see
+    Cliff."""
     times = log_regret(grid, picked) + grid.best
     limit = math.log1p(CLIFF)
     series: dict[tuple[object, ...], list[int]] = {}
@@ -378,7 +424,8 @@ def find_cliffs(grid: Grid, picked: Ints, explain: Callable[..., Any]) -> tuple[
 
 
 def find_flips(grid: Grid, other: Grid) -> tuple[tuple[Cell, float], ...]:
-    """Cells whose winner in `grid` is slower than the winner in `other` there, by more than the tie band."""
+    """Cells whose winner in `grid` is slower than the winner in `other` there, by more than the tie
+    band."""
     place = {replace(cell, inputs="model"): row for row, cell in enumerate(other.cells)}
     index = {candidate: i for i, candidate in enumerate(other.candidates)}
     found = []
@@ -387,7 +434,9 @@ def find_flips(grid: Grid, other: Grid) -> tuple[tuple[Cell, float], ...]:
         if there is None or np.isnan(grid.best[row]):
             continue
         winner = index.get(grid.candidates[int(np.nanargmin(grid.log_us[row]))])
-        lost = math.nan if winner is None else float(other.log_us[there, winner] - other.best[there])
+        lost = (
+            math.nan if winner is None else float(other.log_us[there, winner] - other.best[there])
+        )
         if lost > math.log1p(TIE):
             found.append((cell, math.expm1(lost)))
     return tuple(found)

@@ -1,9 +1,11 @@
-"""Replay or flush: whole steps compared, a replay against a flush (an FP32 commit) and the record that follows it.
+"""Replay or flush: whole steps compared, a replay against a flush (an FP32 commit) and the record
+that follows it.
 
-A flush commits all layers in one launch; what a layer pays is its share. So of the flush cells those with the most
-layers count, whatever their context: such a launch has no layer's neighbours. Between their item counts the share is
-interpolated, log over log; above them it grows with the items, below them it stays. An adaptive sweep need not have
-measured the record of every replay: between the requests that it has, the fastest record's time is taken as linear.
+A flush commits all layers in one launch; what a layer pays is its share. So of the flush cells
+those with the most layers count, whatever their context: such a launch has no layer's neighbours.
+Between their item counts the share is interpolated, log over log; above them it grows with the
+items, below them it stays. An adaptive sweep need not have measured the record of every replay:
+between the requests that it has, the fastest record's time is taken as linear.
 """
 
 from __future__ import annotations
@@ -25,12 +27,15 @@ _CHANGE = 0.01  # cost of another split, in log units
 
 
 def with_flush(grid: Grid, measurements: Iterable[Measurement]) -> Grid:
-    """The grid with one more candidate, FLUSH: in replay cells a flush and the fastest record, elsewhere no time."""
+    """The grid with one more candidate, FLUSH: in replay cells a flush and the fastest record,
+    elsewhere no time."""
     if not any(cell.kind == "replay" for cell in grid.cells):
         return grid
     flushes = _FlushTimes.of(measurements, grid)
     rows: dict[tuple[int, int], list[int]] = {}
-    for i in sorted(np.flatnonzero(~np.isnan(grid.best)).tolist(), key=lambda i: grid.cells[i].items):
+    for i in sorted(
+        np.flatnonzero(~np.isnan(grid.best)).tolist(), key=lambda i: grid.cells[i].items
+    ):
         if grid.cells[i].kind == "record":
             rows.setdefault((grid.cells[i].heads, grid.cells[i].tokens), []).append(i)
     column = np.full((len(grid.cells), 1, grid.process_us.shape[2]), np.nan)
@@ -38,13 +43,18 @@ def with_flush(grid: Grid, measurements: Iterable[Measurement]) -> Grid:
         if cell.kind == "replay":
             row = rows.get((cell.heads, cell.tokens), [])
             measured = ~np.isnan(grid.process_us[i]).all(axis=0)
-            column[i, 0, measured] = flushes.us(cell.items, cell.tokens) + _record_us(grid, row, cell.items)
+            column[i, 0, measured] = flushes.us(cell.items, cell.tokens) + _record_us(
+                grid, row, cell.items
+            )
     candidates = (*grid.candidates, Candidate.of(FLUSH, {}))
-    return replace(grid, candidates=candidates, process_us=np.concatenate([grid.process_us, column], axis=1))
+    return replace(
+        grid, candidates=candidates, process_us=np.concatenate([grid.process_us, column], axis=1)
+    )
 
 
 def _record_us(grid: Grid, row: Sequence[int], items: int) -> float:
-    """Of the fastest record at so many items; NaN beyond what was measured. row: its cells by their items"""
+    """Of the fastest record at so many items; NaN beyond what was measured. row: its cells by their
+    items"""
     if not row:
         return math.nan
     known = [grid.cells[i].items for i in row]
@@ -72,7 +82,10 @@ class _FlushTimes:
             if r.status == "ok" and (r.cell, r.candidate) not in failed:
                 key = r.cell.tokens, r.cell.layers, r.cell.items, r.candidate
                 by_process.setdefault(key, []).append(median(r.samples_us) / r.cell.layers)
-        most = {tokens: max(n for t, n, _, _ in by_process if t == tokens) for tokens, _, _, _ in by_process}
+        most = {
+            tokens: max(n for t, n, _, _ in by_process if t == tokens)
+            for tokens, _, _, _ in by_process
+        }
         shares: dict[int, dict[int, float]] = {}
         for (tokens, layers, items, _), us in by_process.items():
             if layers == most[tokens]:
@@ -93,7 +106,8 @@ class _FlushTimes:
 
 @dataclass(frozen=True)
 class Fused:
-    """The thresholds of replays; see policy.Policy. options: of what replays at few items, but `split`"""
+    """The thresholds of replays; see policy.Policy. options: of what replays at few items, but
+    `split`"""
 
     items: Mapping[int, int | None]
     default_items: int | None
@@ -113,7 +127,10 @@ def solve(grid: Grid, picked: Ints, sms: int) -> Fused:
     replayed = np.where(of_kind, log_regret(grid, picked), np.nan)
     flush = np.where(of_kind, log_regret(grid, np.full(len(grid.cells), grid.of(FLUSH)[0])), np.nan)
     heads = grid.cells.heads
-    per_heads = {h: _threshold(grid, flush, replayed, heads == h) for h in sorted(set(heads[of_kind].tolist()))}
+    per_heads = {
+        h: _threshold(grid, flush, replayed, heads == h)
+        for h in sorted(set(heads[of_kind].tolist()))
+    }
     forms = _forms(grid, of_kind, sms)
     default_items = _threshold(grid, flush, replayed, of_kind)
     return Fused(per_heads, default_items, forms.options, forms.split, forms.ws_items)
@@ -158,7 +175,8 @@ class _Forms:
 
 
 def _forms(grid: Grid, of_kind: Mask, sms: int) -> _Forms:
-    """Of what `fused_items` hands steps to: options, and split by items. And where `fused_ws_items` takes over.
+    """Of what `fused_items` hands steps to: options, and split by items. And where `fused_ws_items`
+    takes over.
 
     Searched together.
     """
@@ -171,7 +189,9 @@ def _forms(grid: Grid, of_kind: Mask, sms: int) -> _Forms:
 
 
 def _but_split(grid: Grid, index: int) -> dict[str, OptionValue]:
-    return {name: value for name, value in grid.candidates[index].options.items() if name != "split"}
+    return {
+        name: value for name, value in grid.candidates[index].options.items() if name != "split"
+    }
 
 
 def _form(grid: Grid, family: Sequence[int], of_kind: Mask, sms: int) -> _Forms:

@@ -1,12 +1,13 @@
-"""What takes a step, per kind, tokens and heads, as a function of the items: the form of a policy that decides.
+"""What takes a step, per kind, tokens and heads, as a function of the items: the form of a policy
+that decides.
 
-Of the candidates within the tie band of a cell's best, any will do. Between a row's own cells decides what a candidate
-is expected to lose there: the mean of a Gaussian process over all cells of the kind, of whatever heads and tokens. Its
-covariance has two parts, each of which falls with the distance: what changes along the items, at about the same items
-whatever the heads and tokens, and by how much a row is off from the others.
-A row, the candidates along the items of one head count, is what loses least and changes least often; by dynamic
-programming, exactly.
-Why not thresholds by kind, or by kind and tokens: see docs/policy.md.
+Of the candidates within the tie band of a cell's best, any will do. Between a row's own cells
+decides what a candidate is expected to lose there: the mean of a Gaussian process over all cells of
+the kind, of whatever heads and tokens. Its covariance has two parts, each of which falls with the
+distance: what changes along the items, at about the same items whatever the heads and tokens, and
+by how much a row is off from the others. A row, the candidates along the items of one head count,
+is what loses least and changes least often; by dynamic programming, exactly. Why not thresholds by
+kind, or by kind and tokens: see docs/policy.md.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ from kdabench.policy.regret import FLUSH, TIE, Floats, Grid, Ints, resampled_log
 from kdabench.policy.thresholds.ladder import PARTS, WAVES, cheapest_path, place_cut
 
 _CHANGE = 0.005  # cost of a change along a row, in log units
-_ALONG = (0.7, 0.6, 7.0, 28.0)  # log ratios of items, waves, tokens, heads over which what changes falls by e
+_ALONG = (
+    0.7,
+    0.6,
+    7.0,
+    28.0,
+)  # log ratios of items, waves, tokens, heads over which what changes falls by e
 _ACROSS = (10.0, math.inf, 0.6, 4.0)  # the same of what a row is off
 _NOISE = 0.02  # variance of a cell alone; that of each part is 1
 _MOST = 0.3  # what a candidate can lose at most, in log units, and what one without a time does
@@ -38,8 +44,8 @@ Rows = dict[Step, dict[int, dict[int, int]]]
 class _Part:
     """The cells of a kind where something has a time, as rows of one step look at them.
 
-    step, states   the step and the indices of the candidates with any time in it, those that are good in most of its
-                   cells first
+    step, states   the step and the indices of the candidates with any time in it, those that are
+                   good in most of its cells first
     rows           [cells] their place in the grid
     places         [cells, 4] as `_places`
     precision      [cells, cells] inverse of the covariance of what is lost in them
@@ -63,21 +69,28 @@ class _Part:
         return np.flatnonzero((self.tokens == self.step[1]) & (self.heads == heads))
 
     def expected(self, loss: Floats, heads: int) -> Floats:
-        """[..., levels, states] what a row is expected to lose at a level. loss: [..., cells, states]"""
+        """[..., levels, states] what a row is expected to lose at a level. loss: [..., cells,
+        states]"""
         every = np.ones_like(self.levels)
         asked = _places(self.levels, every * self.step[1], every * heads, self.sms)
         weights = _covariance(asked, self.places) @ self.precision
         mean = loss.mean(axis=-2, keepdims=True)
-        found: Floats = np.round(mean + weights @ (loss - mean), 9)  # the same wherever it is computed
+        found: Floats = np.round(
+            mean + weights @ (loss - mean), 9
+        )  # the same wherever it is computed
         return found
 
 
 def _parts(grid: Grid, sms: int) -> Iterator[_Part]:
     own = np.array([c.variant != FLUSH for c in grid.candidates], dtype=bool)
     known = ~np.isnan(grid.log_us) & own
-    for kind, steps in itertools.groupby(sorted({(cell.kind, cell.tokens) for cell in grid.cells}), lambda s: s[0]):
+    for kind, steps in itertools.groupby(
+        sorted({(cell.kind, cell.tokens) for cell in grid.cells}), lambda s: s[0]
+    ):
         rows = np.flatnonzero((grid.cells.kinds == kind) & known.any(axis=1))
-        items, tokens, heads = (values[rows] for values in (grid.cells.items, grid.cells.tokens, grid.cells.heads))
+        items, tokens, heads = (
+            values[rows] for values in (grid.cells.items, grid.cells.tokens, grid.cells.heads)
+        )
         places = _places(items, tokens, heads, sms)
         covariance = _covariance(places, places) + _NOISE * np.eye(len(rows))
         precision = np.asarray(np.linalg.inv(covariance), dtype=np.float64)
@@ -89,11 +102,14 @@ def _parts(grid: Grid, sms: int) -> Iterator[_Part]:
                 continue
             loss = _loss(grid.log_us[np.ix_(mine, states)])
             order = np.argsort(-(loss <= math.log1p(TIE)).sum(axis=0), kind="stable")
-            yield _Part(step, states[order], rows, tokens, heads, items, places, precision, levels, sms)
+            yield _Part(
+                step, states[order], rows, tokens, heads, items, places, precision, levels, sms
+            )
 
 
 def _places(items: Ints, tokens: Ints, heads: Ints, sms: int) -> Floats:
-    """[cells, 4] logs of items, of the waves of CTAs that they make, or the part of one, of tokens and of heads."""
+    """[cells, 4] logs of items, of the waves of CTAs that they make, or the part of one, of tokens
+    and of heads."""
     waves = np.minimum(np.ceil(items / sms), WAVES)
     for part in PARTS:
         waves = np.where(items * part <= sms, 1 / part, waves)
@@ -103,7 +119,9 @@ def _places(items: Ints, tokens: Ints, heads: Ints, sms: int) -> Floats:
 
 def _covariance(a: Floats, b: Floats) -> Floats:
     """[cells of a, cells of b] of what a candidate loses."""
-    along, across = (np.exp(-cdist(a / reach, b / reach, "cityblock")) for reach in (_ALONG, _ACROSS))
+    along, across = (
+        np.exp(-cdist(a / reach, b / reach, "cityblock")) for reach in (_ALONG, _ACROSS)
+    )
     found: Floats = along + across
     return found
 
@@ -118,7 +136,8 @@ def _loss(log_us: Floats) -> Floats:
 
 
 def find_rows(grid: Grid, sms: int) -> Rows:
-    """The rows of each step that has a time somewhere, and of each head count that its kind was measured with."""
+    """The rows of each step that has a time somewhere, and of each head count that its kind was
+    measured with."""
     found: Rows = {}
     for part in _parts(grid, sms):
         loss = _loss(grid.log_us[np.ix_(part.rows, part.states)])[None]
@@ -129,11 +148,14 @@ def find_rows(grid: Grid, sms: int) -> Rows:
 
 
 def _path(part: _Part, loss: Floats, heads: int) -> tuple[Ints, Floats]:
-    """[batch, levels] states of a row, and [batch, levels, states] what they are expected to lose at a level."""
+    """[batch, levels] states of a row, and [batch, levels, states] what they are expected to lose
+    at a level."""
     costs = part.expected(np.minimum(loss, _MOST), heads)
     bounds = costs.copy()
     own = part.own(heads)
-    bounds[:, np.searchsorted(part.levels, part.items[own])] = np.where(loss[:, own] <= math.log1p(TIE), 0.0, math.inf)
+    bounds[:, np.searchsorted(part.levels, part.items[own])] = np.where(
+        loss[:, own] <= math.log1p(TIE), 0.0, math.inf
+    )
     return cheapest_path(bounds, _CHANGE * (1 - np.eye(loss.shape[2]))), costs
 
 
@@ -144,13 +166,16 @@ def _row(part: _Part, path: Ints, costs: Floats) -> dict[int, int]:
         before, after = path[n - 1], path[n]
         if before != after:
             low, high = (float(costs[m, before] - costs[m, after]) for m in (n - 1, n))
-            cut = place_cut(int(part.levels[n - 1]), int(part.levels[n]), low, high, part.sms, PARTS)
+            cut = place_cut(
+                int(part.levels[n - 1]), int(part.levels[n]), low, high, part.sms, PARTS
+            )
             row[cut] = int(part.states[after])
     return row
 
 
 def agreement(grid: Grid, draws: Ints, sms: int) -> Floats:
-    """[cells] the share of resamples in which a cell's row has the same variant there; NaN where nothing has a time.
+    """[cells] the share of resamples in which a cell's row has the same variant there; NaN where
+    nothing has a time.
 
     draws  [resamples, cells, processes] as Grid.draws gives them
     """

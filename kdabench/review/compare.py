@@ -1,8 +1,9 @@
-"""Two sessions, cell by cell: what became slower or faster, by more than noise and by more than what matters.
+"""Two sessions, cell by cell: what became slower or faster, by more than noise and by more than
+what matters.
 
-A session's own bias can't be seen within it. What has the same source and environment on both sides can't have changed,
-so what moved there is the sessions' doing: it is taken out of the ratios, and widens their intervals.
-The statistics are described in docs/reviewing.md.
+A session's own bias can't be seen within it. What has the same source and environment on both sides
+can't have changed, so what moved there is the sessions' doing: it is taken out of the ratios, and
+widens their intervals. The statistics are described in docs/reviewing.md.
 """
 
 from __future__ import annotations
@@ -29,20 +30,24 @@ CONFIDENCE = 0.95
 ONE_SIDED = 3
 """So many findings on one side and none on the other are worth a warning."""
 SHIFT = 0.005
-"""A session that moved what can't have changed by more than this, as a log ratio, is worth a warning."""
+"""A session that moved what can't have changed by more than this, as a log ratio, is worth a
+warning."""
 
-# Of the recorded H200 samples the variance between processes is 2.0 (context layer) to 2.6 times (isolated) what the
-# rounds let expect, and scatters about that like an estimate from 2.3 to 2.5 degrees of freedom.
+# Of the recorded H200 samples the variance between processes is 2.0 (context layer) to 2.6 times
+# (isolated) what the rounds let expect, and scatters about that like an estimate from 2.3 to 2.5
+# degrees of freedom.
 _PROCESS_FACTOR = 2.0
 _PROCESS_DEGREES = 2.5
 _FACTOR_WEIGHT = 10  # pairs that the factor above counts for beside those at hand
-_SPREAD_WEIGHT = 4  # samples that the usual spread of a context and head count counts for beside a candidate's own
+# samples that the usual spread of a context and head count counts for beside a candidate's own
+_SPREAD_WEIGHT = 4
 _CONTROL_CELLS = 5  # fewer unchanged cells don't tell a session's shift from their own noise
 
 
 @dataclass(frozen=True)
 class Side:
-    """What is compared. ranked: of its policy module, or None. replay: not a measurement of its own."""
+    """What is compared. ranked: of its policy module, or None. replay: not a measurement of its
+    own."""
 
     name: str
     measurements: Sequence[Measurement]
@@ -53,15 +58,22 @@ class Side:
 
 @dataclass(frozen=True)
 class Gates:
-    """A difference counts if it exceeds both, as a part of A's time and in microseconds. error: see `compare`"""
+    """A difference counts if it exceeds both, as a part of A's time and in microseconds. error: see
+    `compare`"""
 
     relative: float = 0.01
     absolute_us: float = 0.05
     error: float = 0.01
 
     def __post_init__(self) -> None:
-        if not 0 <= self.relative < 1 or not 0 <= self.absolute_us < math.inf or not 0 < self.error < 1:
-            raise ValueError(f"gates: relative in [0, 1), absolute_us >= 0, error in (0, 1): {self}")
+        if (
+            not 0 <= self.relative < 1
+            or not 0 <= self.absolute_us < math.inf
+            or not 0 < self.error < 1
+        ):
+            raise ValueError(
+                f"gates: relative in [0, 1), absolute_us >= 0, error in (0, 1): {self}"
+            )
 
 
 @dataclass(frozen=True)
@@ -163,9 +175,10 @@ class Comparison:
 def compare(a: Side, b: Side, mode: Mode = "same", gates: Gates | None = None) -> Comparison:
     """Judge every cell of two sides.
 
-    mode "same" pairs equal candidates, "best" the fastest of each side, "policy" what each side's policy picks.
-    Of all rows called slower or faster a share of at most `gates.error` is expected to be within the gates
-    (Benjamini-Hochberg); if nothing differs, that is the chance that any row is called so.
+    mode "same" pairs equal candidates, "best" the fastest of each side, "policy" what each side's
+    policy picks. Of all rows called slower or faster a share of at most `gates.error` is expected
+    to be within the gates (Benjamini-Hochberg); if nothing differs, that is the chance that any row
+    is called so.
 
     Raises ValueError if nothing is measured on both sides, or for mode "policy" without a policy.
     """
@@ -190,8 +203,8 @@ def compare(a: Side, b: Side, mode: Mode = "same", gates: Gates | None = None) -
 
 @dataclass(frozen=True)
 class _Channel:
-    """Of a candidate in a cell, in log units: medians of its processes, number of samples of each, and the sum of all
-    absolute deviations from the medians."""
+    """Of a candidate in a cell, in log units: medians of its processes, number of samples of each,
+    and the sum of all absolute deviations from the medians."""
 
     medians: tuple[float, ...]
     counts: tuple[int, ...]
@@ -232,7 +245,11 @@ class _Times:
             found.append(measurement)
         timed = {key: ok for key, found in self.measurements.items() if (ok := _with_time(found))}
         channels = {key: _Channel.of(r.samples_us for r in ok) for key, ok in timed.items()}
-        cycles = {key: _Channel.of(map(_cycles, ok)) for key, ok in timed.items() if all(map(_clocked, ok))}
+        cycles = {
+            key: _Channel.of(map(_cycles, ok))
+            for key, ok in timed.items()
+            if all(map(_clocked, ok))
+        }
         self.estimates = {"us": _estimates(channels), "cycles": _estimates(cycles)}
 
     def trouble(self, cell: Cell, candidate: Candidate) -> str:
@@ -258,7 +275,9 @@ class _Times:
     def pick(self, cell: Cell) -> Candidate | None:
         """Of the policy: the first of its choices that was measured. A flush is no candidate."""
         assert self.ranked is not None
-        by_options = {(c.variant, canonical(with_pdl(c.options))): c for c in self.candidates.get(cell, ())}
+        by_options = {
+            (c.variant, canonical(with_pdl(c.options))): c for c in self.candidates.get(cell, ())
+        }
         for choice in self.ranked(cell.heads, cell.requests, cell.tokens, cell.kind):
             found = by_options.get((choice.variant, canonical(dict(choice.options))))
             if choice.flush or found is not None:
@@ -283,11 +302,18 @@ def _cycles(measurement: Measurement) -> list[float]:
 
 
 def _estimates(channels: Mapping[Key, _Channel]) -> dict[Key, _Estimate]:
-    """Processes, then rounds: what the rounds of a candidate let expect of its processes' medians, times how much more
-    processes scatter on this side, joined with how they scatter for this very candidate."""
-    expected = {key: value for key, value in zip(channels, _expected(channels), strict=True) if value > 0}
-    between = {key: variance(channels[key].medians) for key in expected if len(channels[key].medians) > 1}
-    factor = _factor([(between[key] / expected[key], len(channels[key].medians) - 1) for key in between])
+    """Processes, then rounds: what the rounds of a candidate let expect of its processes' medians,
+    times how much more processes scatter on this side, joined with how they scatter for this very
+    candidate."""
+    expected = {
+        key: value for key, value in zip(channels, _expected(channels), strict=True) if value > 0
+    }
+    between = {
+        key: variance(channels[key].medians) for key in expected if len(channels[key].medians) > 1
+    }
+    factor = _factor(
+        [(between[key] / expected[key], len(channels[key].medians) - 1) for key in between]
+    )
     found = {}
     for key, channel in channels.items():
         processes = len(channel.medians)
@@ -316,22 +342,35 @@ def _expected(channels: Mapping[Key, _Channel]) -> Iterator[float]:
 
 
 def _factor(ratios: Sequence[tuple[float, int]]) -> float:
-    """How much more processes scatter than their rounds let expect, from (ratio of variances, degrees of freedom).
+    """How much more processes scatter than their rounds let expect, from (ratio of variances,
+    degrees of freedom).
 
     By mean logarithms, after G. Smyth, "Linear models and empirical Bayes methods", 2004.
     """
     bias = _mean_log_chi2(_PROCESS_DEGREES)
-    logs = [math.log(max(ratio, 0.01)) - _mean_log_chi2(degrees) + bias for ratio, degrees in ratios]
-    return math.exp((sum(logs) + _FACTOR_WEIGHT * math.log(_PROCESS_FACTOR)) / (len(logs) + _FACTOR_WEIGHT))
+    logs = [
+        math.log(max(ratio, 0.01)) - _mean_log_chi2(degrees) + bias for ratio, degrees in ratios
+    ]
+    return math.exp(
+        (sum(logs) + _FACTOR_WEIGHT * math.log(_PROCESS_FACTOR)) / (len(logs) + _FACTOR_WEIGHT)
+    )
 
 
 def _mean_log_chi2(degrees: float) -> float:
-    """Mean logarithm of a chi-squared variable over its degrees of freedom: digamma(d/2) - log(d/2)."""
+    """Mean logarithm of a chi-squared variable over its degrees of freedom: digamma(d/2) -
+    log(d/2)."""
     x, shift = degrees / 2, 0.0
     while x < 6:
         shift -= 1 / x
         x += 1
-    return shift - 1 / (2 * x) - 1 / (12 * x**2) + 1 / (120 * x**4) + math.log(x) - math.log(degrees / 2)
+    return (
+        shift
+        - 1 / (2 * x)
+        - 1 / (12 * x**2)
+        + 1 / (120 * x**4)
+        + math.log(x)
+        - math.log(degrees / 2)
+    )
 
 
 # --- both sides ---
@@ -340,9 +379,13 @@ _Pair = tuple["_Times", "_Times"]
 
 
 def _differing(a: Side, b: Side) -> list[str]:
-    """What stands in the environments and differs: `field: value in A, value in B`. A serial number doesn't count."""
+    """What stands in the environments and differs: `field: value in A, value in B`. A serial number
+    doesn't count."""
     found = []
-    envs = [[side.envs[digest] for digest in sorted({r.env for r in side.measurements})] for side in (a, b)]
+    envs = [
+        [side.envs[digest] for digest in sorted({r.env for r in side.measurements})]
+        for side in (a, b)
+    ]
     for field in sorted({name for side in envs for env in side for name in env}):
         if FIELDS.get(field, "soft") == "free":
             continue
@@ -357,15 +400,17 @@ def _unchanged(a: _Times, b: _Times) -> set[Key]:
         return {measurement.code for measurement in times.measurements[key]}
 
     return {
-        key for key in a.estimates["us"].keys() & b.estimates["us"].keys() if codes(a, key) == codes(b, key) != {""}
+        key
+        for key in a.estimates["us"].keys() & b.estimates["us"].keys()
+        if codes(a, key) == codes(b, key) != {""}
     }
 
 
 def _session(sides: _Pair, channel: str, unchanged: Iterable[Key]) -> Session | None:
     """What the sessions did to what can't have changed; None if there is none of it.
 
-    Nothing real is in these differences, so the spread takes all of them, by the method of DerSimonian and Laird. Of
-    few cells the shift is no surer than it is large.
+    Nothing real is in these differences, so the spread takes all of them, by the method of
+    DerSimonian and Laird. Of few cells the shift is no surer than it is large.
     """
     a, b = (side.estimates[channel] for side in sides)
     by_cell: dict[Cell, list[float]] = defaultdict(list)
@@ -382,7 +427,11 @@ def _session(sides: _Pair, channel: str, unchanged: Iterable[Key]) -> Session | 
     shift = median(middles)
     deviation = 1.4826 * median(abs(value - shift) for value in middles)
     total = math.fsum(weight for _, weight in weighted)
-    excess = math.fsum(weight * (difference - shift) ** 2 for difference, weight in weighted) - len(weighted) + 1
+    excess = (
+        math.fsum(weight * (difference - shift) ** 2 for difference, weight in weighted)
+        - len(weighted)
+        + 1
+    )
     unequal = total - math.fsum(weight**2 for _, weight in weighted) / total
     spread = math.sqrt(max(0.0, excess / unequal)) if len(weighted) > 1 else 0.0
     error = math.sqrt(math.pi / 2 / len(middles)) * deviation
@@ -395,7 +444,9 @@ def _paired(sides: _Pair, mode: Mode, unchanged: set[Key]) -> Iterator[Row]:
     """Rows without a verdict, in the order of their cells."""
     a, b = sides
     for cell in sorted(a.candidates.keys() | b.candidates.keys(), key=cell_order):
-        if mode == "policy" and (cell.kind not in FITTED_KINDS or cell.context != "layer" or cell.inputs != "model"):
+        if mode == "policy" and (
+            cell.kind not in FITTED_KINDS or cell.context != "layer" or cell.inputs != "model"
+        ):
             continue
         for mine, other in _candidates(sides, mode, cell):
             notes = []
@@ -413,7 +464,9 @@ def _paired(sides: _Pair, mode: Mode, unchanged: set[Key]) -> Iterator[Row]:
             yield Row(cell, mine, other, unchanged=same, lost=lost, note="; ".join(notes))
 
 
-def _candidates(sides: _Pair, mode: Mode, cell: Cell) -> list[tuple[Candidate | None, Candidate | None]]:
+def _candidates(
+    sides: _Pair, mode: Mode, cell: Cell
+) -> list[tuple[Candidate | None, Candidate | None]]:
     a, b = sides
     if mode == "best":
         return [(a.best(cell), b.best(cell))]
@@ -421,7 +474,9 @@ def _candidates(sides: _Pair, mode: Mode, cell: Cell) -> list[tuple[Candidate | 
         return [(a.pick(cell), b.pick(cell))]
     if cell not in a.candidates or cell not in b.candidates:
         return [(None, None)]
-    both = sorted({*a.candidates[cell], *b.candidates[cell]}, key=lambda c: (c.variant, c.options_json))
+    both = sorted(
+        {*a.candidates[cell], *b.candidates[cell]}, key=lambda c: (c.variant, c.options_json)
+    )
     return [(c, c) for c in both if any((cell, c) in side.estimates["us"] for side in sides)]
 
 
@@ -434,21 +489,32 @@ def _judged(row: Row, sides: _Pair, sessions: Mapping[str, Session | None], gate
         return row
     net = _net(a, b, sessions["us"])
     if math.isinf(net.variance):
-        return replace(row, ratio=math.exp(net.mean), p=1.0, verdict="unclear", note="too few samples")
+        return replace(
+            row, ratio=math.exp(net.mean), p=1.0, verdict="unclear", note="too few samples"
+        )
     low, high = _interval(net)
     gate = max(gates.relative, gates.absolute_us / a_us)
     above, below = math.log1p(gate), math.log1p(-gate) if gate < 1 else -math.inf
     error = math.sqrt(net.variance)
-    p = min(_beyond((net.mean - above) / error, net.degrees), _beyond((below - net.mean) / error, net.degrees))
+    p = min(
+        _beyond((net.mean - above) / error, net.degrees),
+        _beyond((below - net.mean) / error, net.degrees),
+    )
     verdict: Verdict = "same" if below < low and high < above else "unclear"
-    row = replace(row, ratio=math.exp(net.mean), interval=(math.exp(low), math.exp(high)), p=min(1.0, 2 * p))
-    a, b = (side.estimate("cycles", row.cell, c) for side, c in zip(sides, (row.a, row.b), strict=True))
+    row = replace(
+        row, ratio=math.exp(net.mean), interval=(math.exp(low), math.exp(high)), p=min(1.0, 2 * p)
+    )
+    a, b = (
+        side.estimate("cycles", row.cell, c) for side, c in zip(sides, (row.a, row.b), strict=True)
+    )
     if a is None or b is None or math.isinf(a.variance + b.variance):
         return replace(row, verdict=verdict)
     cycles = _net(a, b, sessions["cycles"])
     low, high = _interval(cycles)
     confirmed = low > 0 if net.mean > 0 else high < 0
-    return replace(row, verdict=verdict, cycles=math.exp(cycles.mean), note="" if confirmed else _UNCONFIRMED)
+    return replace(
+        row, verdict=verdict, cycles=math.exp(cycles.mean), note="" if confirmed else _UNCONFIRMED
+    )
 
 
 _UNCONFIRMED = "not confirmed in cycles"
@@ -466,12 +532,14 @@ def _net(a: _Estimate, b: _Estimate, session: Session | None) -> _Estimate:
 
 
 def _interval(estimate: _Estimate) -> tuple[float, float]:
-    half = _student(NormalDist().inv_cdf(0.5 + CONFIDENCE / 2), estimate.degrees) * math.sqrt(estimate.variance)
+    half = _student(NormalDist().inv_cdf(0.5 + CONFIDENCE / 2), estimate.degrees) * math.sqrt(
+        estimate.variance
+    )
     return estimate.mean - half, estimate.mean + half
 
 
-# Student's t and the normal z that leaves as much beyond it, after D. L. Wallace, 1959: also for parts of a degree of
-# freedom, unlike measure.student, and a little too careful below five of them.
+# Student's t and the normal z that leaves as much beyond it, after D. L. Wallace, 1959: also for
+# parts of a degree of freedom, unlike measure.student, and a little too careful below five of them.
 
 
 def _student(z: float, degrees: float) -> float:
@@ -482,7 +550,11 @@ def _student(z: float, degrees: float) -> float:
 def _beyond(t: float, degrees: float) -> float:
     """Chance of a value above t."""
     c = (8 * degrees + 1) / (8 * degrees + 3)
-    z = math.copysign(c * math.sqrt(degrees * math.log1p(t**2 / degrees)), t) if math.isfinite(t) else t
+    z = (
+        math.copysign(c * math.sqrt(degrees * math.log1p(t**2 / degrees)), t)
+        if math.isfinite(t)
+        else t
+    )
     return math.erfc(z / math.sqrt(2)) / 2
 
 
@@ -530,6 +602,12 @@ def _findings_notes(rows: Iterable[Row], session: Session | None) -> Iterator[st
         if counts[what] >= ONE_SIDED and not counts[other]:
             warning = f"one-sided: {counts[what]} {what}, none {other}; "
             if session is None:
-                yield warning + "that may be the session: nothing that is the same on both sides tells the two apart"
+                yield (
+                    warning
+                    + "that may be the session: nothing that is the same on both sides tells the two apart"
+                )
             else:
-                yield warning + f"what is the same on both sides moved by {100 * math.expm1(session.shift):+.2f} %"
+                yield (
+                    warning
+                    + f"what is the same on both sides moved by {100 * math.expm1(session.shift):+.2f} %"
+                )

@@ -12,8 +12,24 @@ from typing import Any
 from kda_kernels.problem import Kind, Pending, StateDtype
 from kdabench.data.measurements import Candidate, Cell, Context, Measurement
 
-_QUESTION = ("kind", "tokens", "layers", "state_dtype", "pending", "conv_layout", "context", "l2", "inputs")
-_ORDINARY = {"state_dtype": "fp32", "conv_layout": "dim-first", "context": "layer", "l2": "cold", "inputs": "model"}
+_QUESTION = (
+    "kind",
+    "tokens",
+    "layers",
+    "state_dtype",
+    "pending",
+    "conv_layout",
+    "context",
+    "l2",
+    "inputs",
+)
+_ORDINARY = {
+    "state_dtype": "fp32",
+    "conv_layout": "dim-first",
+    "context": "layer",
+    "l2": "cold",
+    "inputs": "model",
+}
 
 
 @dataclass(frozen=True)
@@ -40,7 +56,9 @@ class Question:
         parts = [self.kind, f"q{self.tokens}"]
         parts += [f"{self.layers}layers"] * (self.layers != 1)
         parts += [f"n{self.pending}"] * (self.pending is not None)
-        parts += [getattr(self, name) for name, usual in _ORDINARY.items() if getattr(self, name) != usual]
+        parts += [
+            getattr(self, name) for name, usual in _ORDINARY.items() if getattr(self, name) != usual
+        ]
         return "-".join(parts)
 
     @property
@@ -59,7 +77,8 @@ class Question:
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds: median over processes of their medians, as in a fit; quartiles over all samples."""
+    """Microseconds: median over processes of their medians, as in a fit; quartiles over all
+    samples."""
 
     low: float
     median: float
@@ -101,7 +120,8 @@ def by_question(measurements: Iterable[Measurement]) -> dict[Question, list[Meas
 
 
 def timings(measurements: Iterable[Measurement]) -> dict[int, Timings]:
-    """Heads -> requests -> candidate -> timing. A candidate that failed in any process of a cell has none there."""
+    """Heads -> requests -> candidate -> timing. A candidate that failed in any process of a cell
+    has none there."""
     by_process: dict[tuple[int, int, Candidate], list[tuple[float, ...]]] = defaultdict(list)
     failed = set()
     for measurement in measurements:
@@ -129,15 +149,22 @@ def _quantile(ordered: Sequence[float], part: float) -> float:
     return ordered[below] + (place - below) * (ordered[above] - ordered[below])
 
 
-def policy_runs(ranked: Ranked, heads: int, tokens: int, kind: str, first: int, last: int) -> list[Pick]:
+def policy_runs(
+    ranked: Ranked, heads: int, tokens: int, kind: str, first: int, last: int
+) -> list[Pick]:
     """Runs of request counts for which a policy picks the same."""
-    chosen = ((requests, ranked(heads, requests, tokens, kind)[0]) for requests in range(first, last + 1))
+    chosen = (
+        (requests, ranked(heads, requests, tokens, kind)[0]) for requests in range(first, last + 1)
+    )
     return _joined(Pick(n, n, c.variant, c.options.get("split"), bool(c.flush)) for n, c in chosen)
 
 
 def fastest_runs(cells: Timings) -> list[Pick]:
     """Runs of measured request counts with the same fastest variant and split."""
-    best = ((requests, min(cell, key=lambda c: (cell[c].median, str(c)))) for requests, cell in cells.items())
+    best = (
+        (requests, min(cell, key=lambda c: (cell[c].median, str(c))))
+        for requests, cell in cells.items()
+    )
     return _joined(Pick(n, n, c.variant, c.options.get("split")) for n, c in best)  # type: ignore[arg-type]
 
 
@@ -149,18 +176,26 @@ def _joined(picks: Iterable[Pick]) -> list[Pick]:
     return runs
 
 
-def policy_regrets(measurements: Iterable[Measurement], ranked: Ranked) -> dict[tuple[int, int], float]:
-    """(heads, requests) -> time of what a policy picks over the best time, minus 1; only where both have one."""
+def policy_regrets(
+    measurements: Iterable[Measurement], ranked: Ranked
+) -> dict[tuple[int, int], float]:
+    """(heads, requests) -> time of what a policy picks over the best time, minus 1; only where both
+    have one."""
     from kdabench.policy import regret
 
     grid = regret.make_grid(measurements)
     found = regret.log_regret(grid, regret.picks(grid, ranked))
     pairs = zip(grid.cells, found, strict=True)
-    return {(cell.heads, cell.requests): math.expm1(value) for cell, value in pairs if not math.isnan(value)}
+    return {
+        (cell.heads, cell.requests): math.expm1(value)
+        for cell, value in pairs
+        if not math.isnan(value)
+    }
 
 
 def by_split(heads: int, cells: Timings) -> dict[str, dict[Any, list[tuple[int, Timing]]]]:
-    """Variant -> split -> the fastest such candidate by items; under split "best" the fastest of the variant."""
+    """Variant -> split -> the fastest such candidate by items; under split "best" the fastest of
+    the variant."""
     curves: dict[str, dict[Any, list[tuple[int, Timing]]]] = {}
     for requests, cell in cells.items():
         fastest: dict[tuple[str, Any], Timing] = {}

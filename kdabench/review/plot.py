@@ -1,7 +1,8 @@
 """Latency curves from records: one figure per question, one column per head count.
 
-Each column shows, over items = requests x heads: latency with its spread above the byte floor, a ribbon of what the
-policy picks, and how far every variant and the pick are from the best. Same records and policy, same bytes.
+Each column shows, over items = requests x heads: latency with its spread above the byte floor, a
+ribbon of what the policy picks, and how far every variant and the pick are from the best. Same
+records and policy, same bytes.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
 
 _Look = tuple[str, str, Any]
 """Colour, marker and dashes."""
-# Okabe-Ito, its yellow darkened to olive for lines on white, then of Tol's muted colours. Markers and dashes tell
-# variants apart without colour.
+# Okabe-Ito, its yellow darkened to olive for lines on white, then of Tol's muted colours. Markers
+# and dashes tell variants apart without colour.
 _LOOKS: tuple[_Look, ...] = (
     ("#0072B2", "o", "-"),
     ("#E69F00", "s", (0, (5, 1.5))),
@@ -57,7 +58,13 @@ _LOOKS: tuple[_Look, ...] = (
 _LAST_RESORT_LOOK: _Look = ("#000000", "X", (0, (1, 1.2)))
 _UNKNOWN_LOOK: _Look = ("#7F7F7F", "*", (0, (6, 1, 1, 1)))
 _POINT: dict[str, Any] = {"markersize": 3.6, "markeredgecolor": "white", "markeredgewidth": 0.4}
-_PICK: dict[str, Any] = {"color": "black", "marker": "o", "markersize": 3.2, "mfc": "white", "linestyle": "none"}
+_PICK: dict[str, Any] = {
+    "color": "black",
+    "marker": "o",
+    "markersize": 3.2,
+    "mfc": "white",
+    "linestyle": "none",
+}
 _CHANGE: dict[str, Any] = {"color": "#404040", "linestyle": (0, (3, 2))}
 _SPLIT_STRENGTH = {1: 0.4, 2: 0.6, 4: 0.8}
 
@@ -72,7 +79,8 @@ _RC: Any = {
     "grid.color": "#EBEBEB",
     "grid.linewidth": 0.6,
     "ytick.minor.size": 0,
-    "axes.titley": 1.0,  # fixed: matplotlib would look for a free place at each draw, by laying out all ticks
+    # fixed: matplotlib would look for a free place at each draw, by laying out all ticks
+    "axes.titley": 1.0,
     "xtick.labelsize": 7.5,
     "ytick.labelsize": 7.5,
     "xtick.color": "#404040",
@@ -109,7 +117,8 @@ def write_plots(
 
     device   as the title names it
     sms      multiprocessors of the device, for the wave boundaries
-    policy   a generated policy module, for ribbon, thresholds and regret; without it the ribbon shows the fastest
+    policy   a generated policy module, for ribbon, thresholds and regret; without it the ribbon
+             shows the fastest
     replay   whether the records were replayed, not measured here: the title says so
     held     variants that the policy may not pick: the line below the title names them
     """
@@ -120,7 +129,9 @@ def write_plots(
             ranked: Ranked | None = None
             if policy is not None and question.kind in FITTED_KINDS and question.context == "layer":
                 ranked = policy.ranked
-            figure = draw(question, group, device=device, sms=sms, ranked=ranked, replay=replay, held=held)
+            figure = draw(
+                question, group, device=device, sms=sms, ranked=ranked, replay=replay, held=held
+            )
             for suffix, metadata in ((".svg", {"Date": None}), (".png", {"Software": None})):
                 path = folder / f"{question.stem}{suffix}"
                 with _style():
@@ -131,7 +142,8 @@ def write_plots(
 
 @contextmanager
 def _collecting_nothing() -> Iterator[None]:
-    """What is there now isn't garbage: with many records the collector would walk them again for each few artists."""
+    """What is there now isn't garbage: with many records the collector would walk them again for
+    each few artists."""
     gc.freeze()
     try:
         yield
@@ -181,14 +193,25 @@ def draw(
                 y -= panel_height + space
                 box = (x / width, y / height, panel / width, panel_height / height)
                 panels.append(figure.add_axes(box, xscale="log"))
-            drawn = _Column(question, heads, of_heads[heads], measured.get(heads, {}), ranked, regrets, sms, *panels)
+            drawn = _Column(
+                question,
+                heads,
+                of_heads[heads],
+                measured.get(heads, {}),
+                ranked,
+                regrets,
+                sms,
+                *panels,
+            )
             drawn.draw(limits, panel * 72, first=column == 0)
             drawn.distance.set_ylim(-0.05 * highest, 1.4 * highest)
         title = question.title + ("  (replay of recorded measurements)" if replay else "")
         left = _MARGINS["left"] / width
         figure.text(left, 1 - 0.15 / height, title, fontsize=11, fontweight="bold", va="top")
         below = f"{device}, {question.circumstances}"
-        if ranked is not None and (kept := sorted({r.candidate.variant for r in measurements}.intersection(held))):
+        if ranked is not None and (
+            kept := sorted({r.candidate.variant for r in measurements}.intersection(held))
+        ):
             below += f"; held back from the policy: {', '.join(kept)}"
         figure.text(left, 1 - 0.39 / height, below, fontsize=8, va="top", color="#404040")
         figure.legend(
@@ -199,7 +222,8 @@ def draw(
 
 
 def _look(variant: str) -> _Look:
-    """By the place in the registry, the last resort aside; one for all that it lacks or that come late in it."""
+    """By the place in the registry, the last resort aside; one for all that it lacks or that come
+    late in it."""
     last = variants.of_rule("stock_items")
     own = [name for name in variants.NAMES if name != last]
     if variant == last:
@@ -214,8 +238,11 @@ def _style() -> Any:
     return matplotlib.rc_context(_RC)
 
 
-def _latency_limits(measured: Mapping[int, Timings], measurements: Sequence[Measurement]) -> tuple[float, float]:
-    """Shared by all columns: from the lowest floor to the slowest variant's best. Slower splits may leave the top."""
+def _latency_limits(
+    measured: Mapping[int, Timings], measurements: Sequence[Measurement]
+) -> tuple[float, float]:
+    """Shared by all columns: from the lowest floor to the slowest variant's best. Slower splits may
+    leave the top."""
     shown = [cell.problem.floor_us() for cell in {r.cell for r in measurements}]
     for cells in measured.values():
         for splits in by_split(1, cells).values():
@@ -239,7 +266,8 @@ class _Column:
     distance: Axes
 
     def draw(self, limits: tuple[float, float], points: float, *, first: bool) -> None:
-        """limits: of the latency axis; points: width of the column; first: the leftmost one, with the labels."""
+        """limits: of the latency axis; points: width of the column; first: the leftmost one, with
+        the labels."""
         items = [r.cell.items for r in self.measurements]
         for axes in (self.latency, self.ribbon, self.distance):
             axes.set_xlim(min(items) / 1.3, max(items) * 1.3)
@@ -248,7 +276,14 @@ class _Column:
         if self.ranked is not None:
             requests = [r.cell.requests for r in self.measurements]
             question = self.question
-            runs = policy_runs(self.ranked, self.heads, question.tokens, question.kind, min(requests), max(requests))
+            runs = policy_runs(
+                self.ranked,
+                self.heads,
+                question.tokens,
+                question.kind,
+                min(requests),
+                max(requests),
+            )
             self._draw_changes(runs)
         else:
             runs = fastest_runs(self.cells)
@@ -261,13 +296,22 @@ class _Column:
         self._label(-30 / points if first else None)
 
     def _draw_waves(self) -> None:
-        """Items that fill k waves of one CTA per item and SM, or 1/k of a wave: there a split's waves change, too."""
+        """Items that fill k waves of one CTA per item and SM, or 1/k of a wave: there a split's
+        waves change, too."""
         low, high = self.latency.get_xlim()
         sms = self.sms or 0
-        labels = {factor * sms: label for factor, label in _WAVES.items() if low < factor * sms < high}
+        labels = {
+            factor * sms: label for factor, label in _WAVES.items() if low < factor * sms < high
+        }
         for axes in (self.latency, self.distance):
             axes.vlines(
-                list(labels), 0, 1, transform=axes.get_xaxis_transform(), color="#D9D9D9", linewidth=0.7, zorder=0.5
+                list(labels),
+                0,
+                1,
+                transform=axes.get_xaxis_transform(),
+                color="#D9D9D9",
+                linewidth=0.7,
+                zorder=0.5,
             )
         for items, label in labels.items():
             self.latency.annotate(
@@ -276,7 +320,9 @@ class _Column:
             )  # fmt: skip
 
     def _draw_floor(self) -> None:
-        floors = sorted((cell.items, cell.problem.floor_us()) for cell in {r.cell for r in self.measurements})
+        floors = sorted(
+            (cell.items, cell.problem.floor_us()) for cell in {r.cell for r in self.measurements}
+        )
         items, times = zip(*floors, strict=True)
         self.latency.plot(items, times, color="#8C8C8C", linewidth=1.4, zorder=1.5)
         self.latency.fill_between(items, times, 1e-3, color="#F2F2F2", linewidth=0, zorder=0.2)
@@ -290,15 +336,28 @@ class _Column:
                 self.latency.plot(items, times, color=color, linewidth=0.7, alpha=0.4, zorder=2)
             items, times = [x for x, _ in best], [t.median for _, t in best]
             spread = [t.low for _, t in best], [t.high for _, t in best]
-            self.latency.fill_between(items, *spread, color=color, alpha=0.25, linewidth=0, zorder=2.5)
+            self.latency.fill_between(
+                items, *spread, color=color, alpha=0.25, linewidth=0, zorder=2.5
+            )
             self.latency.plot(
-                items, times, color=color, marker=marker, linestyle=dashes, linewidth=1.3, zorder=3, **_POINT
+                items,
+                times,
+                color=color,
+                marker=marker,
+                linestyle=dashes,
+                linewidth=1.3,
+                zorder=3,
+                **_POINT,
             )
 
     def _draw_failures(self) -> None:
         """Crosses along the lower edge where a variant was tried and has no time."""
         timed = {(requests, c.variant) for requests, cell in self.cells.items() for c in cell}
-        missing = {(r.cell.requests, r.candidate.variant) for r in self.measurements if r.status in _NO_RESULT} - timed
+        missing = {
+            (r.cell.requests, r.candidate.variant)
+            for r in self.measurements
+            if r.status in _NO_RESULT
+        } - timed
         ranks = {variant: i for i, variant in enumerate(sorted({v for _, v in missing}))}
         for requests, variant in sorted(missing):
             self.latency.plot(
@@ -317,7 +376,8 @@ class _Column:
                 )  # fmt: skip
 
     def _draw_ribbon(self, runs: Sequence[Pick], decade_points: float) -> None:
-        """Segments in the variants' colours; a higher split is darker; named where the name fits."""
+        """Segments in the variants' colours; a higher split is darker; named where the name
+        fits."""
         edges = [self.heads * math.sqrt(a.last * b.first) for a, b in pairwise(runs)]
         if runs:
             edges = [runs[0].first * self.heads / 1.12, *edges, runs[-1].last * self.heads * 1.12]
@@ -336,8 +396,12 @@ class _Column:
             )  # fmt: skip
 
     def _draw_distance(self) -> None:
-        """How much slower than the best each variant, each split and the policy's pick are, in per cent."""
-        best = {self.heads * requests: min(t.median for t in cell.values()) for requests, cell in self.cells.items()}
+        """How much slower than the best each variant, each split and the policy's pick are, in per
+        cent."""
+        best = {
+            self.heads * requests: min(t.median for t in cell.values())
+            for requests, cell in self.cells.items()
+        }
         for variant, splits in by_split(self.heads, self.cells).items():
             color, _, dashes = _look(variant)
             for split, points in splits.items():
@@ -352,7 +416,12 @@ class _Column:
             return
         values = list(regrets.values())
         self.distance.plot(
-            list(regrets), [100 * value for value in values], markeredgewidth=0.9, zorder=3, clip_on=False, **_PICK
+            list(regrets),
+            [100 * value for value in values],
+            markeredgewidth=0.9,
+            zorder=3,
+            clip_on=False,
+            **_PICK,
         )
         mean = math.expm1(math.fsum(map(math.log1p, values)) / len(values))
         self.distance.text(
@@ -362,7 +431,8 @@ class _Column:
         )  # fmt: skip
 
     def _label(self, label_x: float | None) -> None:
-        """label_x: where the labels of the y axes stand, in widths of the column; None for no labels."""
+        """label_x: where the labels of the y axes stand, in widths of the column; None for no
+        labels."""
         from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
         def plain(value: float, _: object) -> str:
@@ -392,7 +462,8 @@ class _Column:
 
 
 def _draw_minor_ticks(axes: Axes) -> None:
-    """Those of the x axis, as one line of markers: ticks of matplotlib's own take half of the time of a figure."""
+    """Those of the x axis, as one line of markers: ticks of matplotlib's own take half of the time
+    of a figure."""
     from matplotlib import rcParams
     from matplotlib.markers import TICKDOWN
     from matplotlib.ticker import NullLocator
@@ -425,7 +496,9 @@ def _text_points(text: str, size: float) -> float:
     return float(TextPath((0, 0), text, size=size).get_extents().width)
 
 
-def _legend_handles(measurements: Iterable[Measurement], sms: int | None, policy: bool) -> list[Any]:
+def _legend_handles(
+    measurements: Iterable[Measurement], sms: int | None, policy: bool
+) -> list[Any]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -434,7 +507,9 @@ def _legend_handles(measurements: Iterable[Measurement], sms: int | None, policy
     handles: list[Any] = []
     for variant in [v for v in variants.NAMES if v in timed] + sorted(timed - set(variants.NAMES)):
         color, marker, dashes = _look(variant)
-        handles.append(Line2D([], [], color=color, marker=marker, ls=dashes, lw=1.3, label=variant, **_POINT))
+        handles.append(
+            Line2D([], [], color=color, marker=marker, ls=dashes, lw=1.3, label=variant, **_POINT)
+        )
     if any("split" in r.candidate.options for r in measurements):
         handles.append(Line2D([], [], color="#606060", lw=0.7, alpha=0.6, label="one split"))
     handles.append(Patch(color="#606060", alpha=0.3, lw=0, label="quartiles"))
@@ -443,7 +518,11 @@ def _legend_handles(measurements: Iterable[Measurement], sms: int | None, policy
         handles.append(Line2D([], [], color="#C9C9C9", lw=0.9, label=f"k × {sms} SMs"))
     if policy:
         handles.append(Line2D([], [], lw=1.0, label="policy changes", **_CHANGE))
-        handles.append(Line2D([], [], markeredgewidth=0.9, label="regret of the policy's pick", **_PICK))
+        handles.append(
+            Line2D([], [], markeredgewidth=0.9, label="regret of the policy's pick", **_PICK)
+        )
     if any(r.status in _NO_RESULT for r in measurements):
-        handles.append(Line2D([], [], color="#606060", marker="x", ls="none", ms=4, label="tried, no result"))
+        handles.append(
+            Line2D([], [], color="#606060", marker="x", ls="none", ms=4, label="tried, no result")
+        )
     return handles

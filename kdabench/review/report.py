@@ -1,4 +1,5 @@
-"""One self-contained HTML file about a device's measurements, for a reviewer. Same input, same bytes.
+"""One self-contained HTML file about a device's measurements, for a reviewer. Same input, same
+bytes.
 
 It loads nothing from anywhere: figures stand in it as SVG. What was not measured is shown as "-".
 """
@@ -27,7 +28,8 @@ _SHOWN = 10  # cells that a row names
 
 @dataclass(frozen=True)
 class Measured:
-    """The records of one sweep. question: None if unknown. planned: its cells; None if the sweep file is not there"""
+    """The records of one sweep. question: None if unknown. planned: its cells; None if the sweep
+    file is not there"""
 
     sweep: str
     question: str | None
@@ -37,7 +39,8 @@ class Measured:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A policy and what speaks for it. changes: against the policy before; None if there is none before."""
+    """A policy and what speaks for it. changes: against the policy before; None if there is none
+    before."""
 
     policy: Policy
     evidence: Evidence
@@ -89,7 +92,8 @@ def render(subject: Subject) -> str:
         keep_trailing_newline=True,
     )
     figures = [
-        (title, Markup(inline_svg(svg, f"f{number}-"))) for number, (title, svg) in enumerate(subject.figures, 1)
+        (title, Markup(inline_svg(svg, f"f{number}-")))
+        for number, (title, svg) in enumerate(subject.figures, 1)
     ]
     return environment.get_template("report.html.j2").render(
         subject=subject,
@@ -107,8 +111,9 @@ def render(subject: Subject) -> str:
 
 
 def inline_svg(svg: str, prefix: str) -> str:
-    """An SVG file as a part of an HTML file: its identifiers prefixed, so that those of several don't meet; as wide as
-    there is room; without a document type, metadata and XML namespaces, which HTML does not need."""
+    """An SVG file as a part of an HTML file: its identifiers prefixed, so that those of several
+    don't meet; as wide as there is room; without a document type, metadata and XML namespaces,
+    which HTML does not need."""
     body = svg[svg.index("<svg") :]
     body = re.sub(r"<metadata>.*?</metadata>", "", body, count=1, flags=re.DOTALL)
     body = re.sub(r'\bid="', f'id="{prefix}', body)
@@ -136,14 +141,23 @@ def _summary(subject: Subject) -> list[tuple[str, str]]:
     if evidence.certificate is None:
         facts.append(("certificate", f"{MISSING} (no cells were held out)"))
     else:
-        facts.append(("certificate, held-out cells", _regret_text(evidence.certificate.regret["all"])))
+        facts.append(
+            ("certificate, held-out cells", _regret_text(evidence.certificate.regret["all"]))
+        )
     without = len(evidence.without_winner)
-    facts.append(("coverage of the fit", f"{evidence.cells - without} of {evidence.cells} cells have a winner"))
+    facts.append(
+        (
+            "coverage of the fit",
+            f"{evidence.cells - without} of {evidence.cells} cells have a winner",
+        )
+    )
     return facts
 
 
 def _regret_text(regret: Regret) -> str:
-    mean, p99, worst = (f"{100 * value:.2f} %" for value in (regret.geomean, regret.p99, regret.max))
+    mean, p99, worst = (
+        f"{100 * value:.2f} %" for value in (regret.geomean, regret.p99, regret.max)
+    )
     return f"geometric mean {mean}, p99 {p99}, max {worst} ({regret.cells} cells)"
 
 
@@ -156,7 +170,11 @@ def _measured(sources: Iterable[Measured]) -> Table:
     for found in sources:
         measurements = found.measurements
         cells = {r.cell for r in measurements}
-        planned = None if found.planned is None else f"{len(cells.intersection(found.planned))} of {len(found.planned)}"
+        planned = (
+            None
+            if found.planned is None
+            else f"{len(cells.intersection(found.planned))} of {len(found.planned)}"
+        )
         rows.append(
             (
                 found.sweep,
@@ -169,7 +187,16 @@ def _measured(sources: Iterable[Measured]) -> Table:
                 _counts(count_statuses(measurements)),
             )
         )
-    headings = ("sweep", "question", "cells", "of the sweep file", "candidates", "processes", "samples", "records")
+    headings = (
+        "sweep",
+        "question",
+        "cells",
+        "of the sweep file",
+        "candidates",
+        "processes",
+        "samples",
+        "records",
+    )
     return Table(headings, rows, (2, 3, 4, 5, 6))
 
 
@@ -197,8 +224,15 @@ def _verified(subject: Subject) -> Table | None:
         verified = set(facts.get("binaries", ()))
         same = None if not measured else f"{len(measured & verified)} of {len(measured)}"
         rows.append((variant, facts["passed"], len(facts["failed"]), facts["unsupported"], same))
-    rows += [(variant, None, None, None, None) for variant in sorted(ran.keys() - subject.verified["variants"])]
-    return Table(("variant", "passed", "failed", "unsupported", "measured binaries verified"), rows, (1, 2, 3, 4))
+    rows += [
+        (variant, None, None, None, None)
+        for variant in sorted(ran.keys() - subject.verified["variants"])
+    ]
+    return Table(
+        ("variant", "passed", "failed", "unsupported", "measured binaries verified"),
+        rows,
+        (1, 2, 3, 4),
+    )
 
 
 # --- policy ---
@@ -210,7 +244,9 @@ def _policy(fitted: Fitted) -> dict[str, Any]:
         "origin": policy.origin,
         "regret": _regret(evidence.regret, evidence.baselines),
         "certificate": None if evidence.certificate is None else _certificate(evidence.certificate),
-        "thresholds": Table(("constant", "value", "90 % interval"), list(_thresholds(policy, evidence))),
+        "thresholds": Table(
+            ("constant", "value", "90 % interval"), list(_thresholds(policy, evidence))
+        ),
         "picks": list(_picks(policy)),
         "changes": None if fitted.changes is None else _changes(fitted.changes),
         "remarks": list(_remarks(evidence)),
@@ -226,13 +262,21 @@ def _figures(regret: Regret) -> tuple[object, ...]:
 
 
 def _regret(regret: Mapping[str, Regret], baselines: Mapping[str, Mapping[str, Regret]]) -> Table:
-    rows: list[Sequence[object]] = [("policy", kind, *_figures(found)) for kind, found in regret.items()]
-    rows += [(name, "all", *_figures(found["all"])) for name, found in baselines.items() if "all" in found]
+    rows: list[Sequence[object]] = [
+        ("policy", kind, *_figures(found)) for kind, found in regret.items()
+    ]
+    rows += [
+        (name, "all", *_figures(found["all"]))
+        for name, found in baselines.items()
+        if "all" in found
+    ]
     return Table(_REGRET, rows, (2, 3, 4, 5, 7))
 
 
 def _certificate(certificate: Certificate) -> Table:
-    rows: list[Sequence[object]] = [("policy", kind, *_figures(found)) for kind, found in certificate.regret.items()]
+    rows: list[Sequence[object]] = [
+        ("policy", kind, *_figures(found)) for kind, found in certificate.regret.items()
+    ]
     if certificate.bounds:
         bounds = (f"{100 * certificate.bounds[name]:.2f}" for name in ("geomean", "p99", "max"))
         rows.append(("policy, 95 % bounds", "all", certificate.cells, *bounds, None, None))
@@ -241,7 +285,10 @@ def _certificate(certificate: Certificate) -> Table:
 
 
 def _thresholds(policy: Policy, evidence: Evidence) -> Iterator[tuple[str, str, str | None]]:
-    intervals = {"stock_items": evidence.intervals, **{name.lower(): v for name, v in evidence.other_intervals.items()}}
+    intervals = {
+        "stock_items": evidence.intervals,
+        **{name.lower(): v for name, v in evidence.other_intervals.items()},
+    }
     for rule, by_key in intervals.items():
         constant = getattr(policy, rule)
         for key, interval in by_key.items():
@@ -256,7 +303,8 @@ def _items(value: int | None) -> str:
 
 
 def _picks(policy: Policy) -> Iterator[tuple[str, list[tuple[int, list[tuple[str, str, str]]]]]]:
-    """Of CHOICES: the step, and by heads from how many items on which variant takes it, with what options."""
+    """Of CHOICES: the step, and by heads from how many items on which variant takes it, with what
+    options."""
     for (kind, tokens), table in sorted(policy.choices.items()):
         rows = []
         for heads, row in sorted(table.items()):
@@ -289,7 +337,10 @@ def _remarks(evidence: Evidence) -> Iterator[str]:
     for what, cells in (
         ("No variant has a time", evidence.without_winner),
         ("No pick has a time", evidence.uncovered),
-        ("The variant is open", [cell for cell, _ in sorted(evidence.unsettled, key=lambda found: found[1])]),
+        (
+            "The variant is open",
+            [cell for cell, _ in sorted(evidence.unsettled, key=lambda found: found[1])],
+        ),
     ):
         if cells:
             yield f"{what} in {len(cells)} cells: {_named(cells)}"
@@ -364,7 +415,8 @@ class _Best:
 
 
 def _fastest(
-    measurements: Iterable[Measurement], choose: Callable[[Candidate], bool] = lambda candidate: True
+    measurements: Iterable[Measurement],
+    choose: Callable[[Candidate], bool] = lambda candidate: True,
 ) -> list[_Best]:
     """Of each cell; nothing where no chosen candidate has a time."""
     measurements = list(measurements)
@@ -382,17 +434,21 @@ def _fastest(
 
 
 def _isolated(sources: Iterable[Measured]) -> list[_Best]:
-    """The best of our own variants in isolated, cold cells; of two sweeps with the same cell the first counts."""
+    """The best of our own variants in isolated, cold cells; of two sweeps with the same cell the
+    first counts."""
     found: dict[Cell, _Best] = {}
     for source in sources:
-        measurements = [r for r in source.measurements if r.cell.context == "isolated" and r.cell.l2 == "cold"]
+        measurements = [
+            r for r in source.measurements if r.cell.context == "isolated" and r.cell.l2 == "cold"
+        ]
         for best in _fastest(measurements, lambda c: c.variant != variants.of_rule("stock_items")):
             found.setdefault(best.cell, best)
     return sorted(found.values(), key=lambda best: cell_order(best.cell))
 
 
 def _targets(device: str, sources: Sequence[Measured]) -> Table | None:
-    """Every target of the device: met, missed, or "-" where it was not measured. None for a device without targets."""
+    """Every target of the device: met, missed, or "-" where it was not measured. None for a device
+    without targets."""
     if device not in TARGETS:
         return None
     best = _isolated(sources)
@@ -402,12 +458,25 @@ def _targets(device: str, sources: Sequence[Measured]) -> Table | None:
         name = (target.kind, target.tokens or "any", target.state_dtype)
         for items, limit in zip(_FEW_ITEMS, target.few_us, strict=True):
             if limit is not None:
-                rows += [(*name, *row) for row in _few(items, limit, [b for b in mine if b.cell.items == items])]
+                rows += [
+                    (*name, *row)
+                    for row in _few(items, limit, [b for b in mine if b.cell.items == items])
+                ]
         many = [b for b in mine if b.cell.items * b.cell.layers >= _MANY_ITEMS]
         worst = min(many, key=lambda b: b.efficiency or 0.0, default=None)
         asked = f">= {target.efficiency:.2f} of the floor"
-        where = f"{_MANY_ITEMS} and more, worst of {len(many)} cells" if many else f"{_MANY_ITEMS} and more"
-        got = None if worst is None else NO_RESULT if worst.efficiency is None else f"{worst.efficiency:.2f}"
+        where = (
+            f"{_MANY_ITEMS} and more, worst of {len(many)} cells"
+            if many
+            else f"{_MANY_ITEMS} and more"
+        )
+        got = (
+            None
+            if worst is None
+            else NO_RESULT
+            if worst.efficiency is None
+            else f"{worst.efficiency:.2f}"
+        )
         met = None if worst is None else (worst.efficiency or 0.0) >= target.efficiency
         rows.append((*name, where, asked, got, _verdict(met), *_who(worst)))
     headings = ("kind", "tokens", "state", "items", "target", "measured", "verdict", "cell", "by")
@@ -461,7 +530,10 @@ def _efficiency(sources: Sequence[Measured]) -> Iterator[tuple[str, Table]]:
             for best in found
         ]
         headings = ("heads", "requests", "items", "floor us", "best us", "floor/time", "by")
-        yield f"{question.title}; {question.circumstances}", Table(headings, rows, (0, 1, 2, 3, 4, 5))
+        yield (
+            f"{question.title}; {question.circumstances}",
+            Table(headings, rows, (0, 1, 2, 3, 4, 5)),
+        )
 
 
 # --- failures and coverage ---
@@ -491,7 +563,8 @@ def _failures(sources: Iterable[Measured]) -> Table:
 
 @dataclass(frozen=True)
 class Coverage:
-    """The fastest time in every cell of a sweep. unmeasured: of its file's cells; None if the file is not there"""
+    """The fastest time in every cell of a sweep. unmeasured: of its file's cells; None if the file
+    is not there"""
 
     sweep: str
     unmeasured: int | None
@@ -500,7 +573,8 @@ class Coverage:
 
 
 def _coverage(found: Measured) -> Coverage:
-    """By question, heads down and requests across: us and variant, "none" without a result, "-" if never measured."""
+    """By question, heads down and requests across: us and variant, "none" without a result, "-" if
+    never measured."""
     best = {b.cell: b for b in _fastest(found.measurements)}
     cells = sorted({*best, *(found.planned or ())}, key=cell_order)
     groups: dict[Question, dict[tuple[int, int], Cell]] = defaultdict(dict)
@@ -516,7 +590,9 @@ def _coverage(found: Measured) -> Coverage:
         table = Table(("heads", *map(str, requests)), rows, tuple(range(len(requests) + 1)))
         tables.append((f"{question.title}; {question.circumstances}", table))
     unmeasured = None if found.planned is None else len(set(found.planned) - best.keys())
-    return Coverage(found.sweep, unmeasured, None if found.planned is None else len(found.planned), tables)
+    return Coverage(
+        found.sweep, unmeasured, None if found.planned is None else len(found.planned), tables
+    )
 
 
 def _shown(best: _Best | None) -> str | None:

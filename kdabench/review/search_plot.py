@@ -22,11 +22,20 @@ if TYPE_CHECKING:
 
 _LEAST = 4  # completed trials from which importance is told
 _LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (2, 1)), (0, (3, 1, 1, 1)), "-", (0, (5, 1.5)), (0, (1, 1)))
+_DASHES: tuple[Any, ...] = (
+    "-",
+    (0, (5, 1.5)),
+    (0, (2, 1)),
+    (0, (3, 1, 1, 1)),
+    "-",
+    (0, (5, 1.5)),
+    (0, (1, 1)),
+)
 
 
 def write(outcomes: Sequence[Outcome], folder: Path, stem: str, title: str) -> list[Path]:
-    """best.svg and importance.svg of a search, and the same as PNG; a panel per variant. Returns the files."""
+    """best.svg and importance.svg of a search, and the same as PNG; a panel per variant. Returns
+    the files."""
     by_variant: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         if outcome.best is not None:
@@ -34,9 +43,16 @@ def write(outcomes: Sequence[Outcome], folder: Path, stem: str, title: str) -> l
     if not by_variant:
         return []
     written = _save(by_variant, _best, folder / f"{stem}.best", f"{title}\nbest so far")
-    weights = {variant: found for variant, ours in by_variant.items() if (found := importances(ours))}
+    weights = {
+        variant: found for variant, ours in by_variant.items() if (found := importances(ours))
+    }
     if weights:
-        written += _save(weights, _importance, folder / f"{stem}.importance", f"{title}\nimportance of the options")
+        written += _save(
+            weights,
+            _importance,
+            folder / f"{stem}.importance",
+            f"{title}\nimportance of the options",
+        )
     return written
 
 
@@ -60,12 +76,28 @@ def _save(panels: Mapping[str, Any], draw: Any, path: Path, title: str) -> list[
 
 def _best(axes: Axes, outcomes: Sequence[Outcome]) -> None:
     """A thin line per cell, and their median."""
-    curves = [[100 * (v / path[-1] - 1) for v in path] for o in outcomes if (path := o.best_so_far())]
+    curves = [
+        [100 * (v / path[-1] - 1) for v in path] for o in outcomes if (path := o.best_so_far())
+    ]
     for curve in curves:
-        axes.step(range(1, len(curve) + 1), curve, where="post", color="#0072B2", alpha=0.35, linewidth=0.7)
+        axes.step(
+            range(1, len(curve) + 1),
+            curve,
+            where="post",
+            color="#0072B2",
+            alpha=0.35,
+            linewidth=0.7,
+        )
     longest = max(map(len, curves))
     middle = [median(curve[min(n, len(curve) - 1)] for curve in curves) for n in range(longest)]
-    axes.step(range(1, longest + 1), middle, where="post", color="black", linewidth=1.6, label="median of the cells")
+    axes.step(
+        range(1, longest + 1),
+        middle,
+        where="post",
+        color="black",
+        linewidth=1.6,
+        label="median of the cells",
+    )
     _axes(axes, "trials of a cell", "best so far above the final best (%)")
 
 
@@ -83,7 +115,8 @@ def _axes(axes: Axes, x: str, y: str) -> None:
 
 
 def importances(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
-    """By option its part of what the options decide, in each study that can tell (PED-ANOVA); most important first."""
+    """By option its part of what the options decide, in each study that can tell (PED-ANOVA); most
+    important first."""
     found: dict[str, list[float]] = {}
     for outcome in outcomes:
         done = [t for t in outcome.trials if t.state == TrialState.COMPLETE]
@@ -93,7 +126,9 @@ def importances(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
         study.add_trials(done)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            shares = get_param_importances(study, evaluator=PedAnovaImportanceEvaluator(), normalize=True)
+            shares = get_param_importances(
+                study, evaluator=PedAnovaImportanceEvaluator(), normalize=True
+            )
         for name, share in shares.items():
             found.setdefault(name, []).append(float(share))
     return dict(sorted(found.items(), key=lambda item: -fmean(item[1])))
@@ -105,15 +140,23 @@ def _importance(axes: Axes, shares: Mapping[str, Sequence[float]]) -> None:
     axes.barh(names, [100 * fmean(shares[n]) for n in names], color="#9CC4E0", height=0.65)
     for row, name in enumerate(names):
         axes.plot(
-            [100 * s for s in shares[name]], [row] * len(shares[name]), ".", color="#0072B2", markersize=3, alpha=0.5
+            [100 * s for s in shares[name]],
+            [row] * len(shares[name]),
+            ".",
+            color="#0072B2",
+            markersize=3,
+            alpha=0.5,
         )
     axes.set_xlim(0, 100)
     axes.set_xlabel("importance (%): mean and cells")
 
 
 def write_comparison(found: Sequence[Found], folder: Path, stem: str, title: str) -> list[Path]:
-    """Median over the cells, mean over the seeds, of the best so far against trials; a line per way of searching."""
-    return _save({"median of the cells, mean of the seeds": found}, _ways, folder / f"{stem}.samplers", title)
+    """Median over the cells, mean over the seeds, of the best so far against trials; a line per way
+    of searching."""
+    return _save(
+        {"median of the cells, mean of the seeds": found}, _ways, folder / f"{stem}.samplers", title
+    )
 
 
 def _ways(axes: Axes, found: Sequence[Found]) -> None:
@@ -122,7 +165,9 @@ def _ways(axes: Axes, found: Sequence[Found]) -> None:
         curves = [f.curves for f in found if f.way == way]
         longest = max(len(curve) for seed in curves for curve in seed)
         mean = [
-            fmean(min(1e3, 100 * (median(c[min(n, len(c) - 1)] for c in seed) - 1)) for seed in curves)
+            fmean(
+                min(1e3, 100 * (median(c[min(n, len(c) - 1)] for c in seed) - 1)) for seed in curves
+            )
             for n in range(longest)
         ]
         look = {"color": _LINES[number % len(_LINES)], "linestyle": _DASHES[number % len(_DASHES)]}

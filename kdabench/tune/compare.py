@@ -40,7 +40,8 @@ WAYS = (
 class Found:
     """One way of searching with one seed, over all studies.
 
-    regret     by study: time of the best found over that of the best there is, less one; None: nothing worked
+    regret     by study: time of the best found over that of the best there is, less one; None:
+               nothing worked
     trials     as a part of the exhaustive search's
     readings   as a part of those of an exhaustive search by the same small contests
     curves     by study: best so far over the best there is, after each trial
@@ -90,7 +91,9 @@ def compare(
     return found
 
 
-def _search(tasks: Sequence[Task], bench: RecordedBench, way: Way, seed: int, share: float) -> list[Outcome]:
+def _search(
+    tasks: Sequence[Task], bench: RecordedBench, way: Way, seed: int, share: float
+) -> list[Outcome]:
     """Studies of equal share, in memory."""
     most = max(len(task.space.points) for task in tasks)
     options = Options(most, way.sampler, seed, warm=way.warm, finalists=0, processes=0, share=share)
@@ -98,7 +101,11 @@ def _search(tasks: Sequence[Task], bench: RecordedBench, way: Way, seed: int, sh
 
 
 def _summed(
-    way: Way, seed: int, outcomes: Sequence[Outcome], everything: Sequence[Outcome], best: Sequence[float | None]
+    way: Way,
+    seed: int,
+    outcomes: Sequence[Outcome],
+    everything: Sequence[Outcome],
+    best: Sequence[float | None],
 ) -> Found:
     pairs = list(zip(outcomes, best, strict=True))
     return Found(

@@ -34,12 +34,17 @@ class Heat:
         return self.recorded.get(candidate) or self.contest.time_us(candidate)
 
     def ratio(self, candidate: Candidate, reference: Candidate) -> float:
-        """Time of one candidate over that of another: the mean of the rounds that have both, so that drift cancels."""
+        """Time of one candidate over that of another: the mean of the rounds that have both, so
+        that drift cancels."""
         if candidate in self.recorded and reference in self.recorded:
             return self.recorded[candidate] / self.recorded[reference]
         low, high = log_ratio_interval(self.contest, candidate, reference, 1.0)
         middle = (low + high) / 2
-        return math.exp(middle) if math.isfinite(middle) else self.time_us(candidate) / self.time_us(reference)
+        return (
+            math.exp(middle)
+            if math.isfinite(middle)
+            else self.time_us(candidate) / self.time_us(reference)
+        )
 
     @property
     def readings(self) -> int:
@@ -47,16 +52,20 @@ class Heat:
 
 
 class Bench(Protocol):
-    """Where candidates are measured. The first of those that stand in a heat is new, the others are known to work."""
+    """Where candidates are measured. The first of those that stand in a heat is new, the others are
+    known to work."""
 
-    def heat(self, cell: Cell, candidates: Sequence[Candidate], plan: Plan, process: int = 0) -> Heat: ...
+    def heat(
+        self, cell: Cell, candidates: Sequence[Candidate], plan: Plan, process: int = 0
+    ) -> Heat: ...
 
     def fresh(self) -> None:
         """What follows is measured in a new process."""
 
 
 class RecordedBench:
-    """Heats run on recorded samples. A time is the median over processes of each process's median."""
+    """Heats run on recorded samples. A time is the median over processes of each process's
+    median."""
 
     def __init__(self, measurements: Sequence[Measurement]) -> None:
         self._measurements: dict[tuple[Cell, int], dict[Candidate, Measurement]] = {}
@@ -64,9 +73,9 @@ class RecordedBench:
         self._failed: dict[tuple[Cell, Candidate], tuple[Status, str]] = {}
         for measurement in measurements:
             key = measurement.cell, measurement.candidate
-            self._measurements.setdefault((measurement.cell, measurement.process), {})[measurement.candidate] = (
-                measurement
-            )
+            self._measurements.setdefault((measurement.cell, measurement.process), {})[
+                measurement.candidate
+            ] = measurement
             if measurement.status == "ok":
                 times.setdefault(key, []).append(median(measurement.samples_us))
             else:
@@ -81,7 +90,10 @@ class RecordedBench:
         """The candidates that ran there, or failed, but weren't refused by `unsupported`."""
         found = [key for key in [*self._times, *self._failed] if key[0] == cell]
         refused = {key for key, (status, _) in self._failed.items() if status == "unsupported"}
-        return sorted({key[1] for key in found if key not in refused}, key=lambda c: (c.variant, c.options_json))
+        return sorted(
+            {key[1] for key in found if key not in refused},
+            key=lambda c: (c.variant, c.options_json),
+        )
 
     def time_us(self, cell: Cell, candidate: Candidate) -> float | None:
         """None if it failed in any process."""
@@ -90,7 +102,9 @@ class RecordedBench:
     def fresh(self) -> None:
         pass
 
-    def heat(self, cell: Cell, candidates: Sequence[Candidate], plan: Plan, process: int = 0) -> Heat:
+    def heat(
+        self, cell: Cell, candidates: Sequence[Candidate], plan: Plan, process: int = 0
+    ) -> Heat:
         here = self._measurements.get((cell, process), {})
         failed = {c: self._failed[cell, c] for c in candidates if (cell, c) in self._failed}
         measurements = [here[c] for c in candidates if c in here and c not in failed]
@@ -107,7 +121,10 @@ class WorkerBench:
     """Heats in a worker process on a GPU, which is replaced when it is lost. A context manager."""
 
     def __init__(
-        self, device_index: int, note: Callable[[str], None] = lambda text: None, worker_main: WorkerMain = worker.main
+        self,
+        device_index: int,
+        note: Callable[[str], None] = lambda text: None,
+        worker_main: WorkerMain = worker.main,
     ) -> None:
         self._index, self._note, self._main = device_index, note, worker_main
         self._worker: Worker | None = None
@@ -127,7 +144,8 @@ class WorkerBench:
             self._worker = None
 
     def _active(self) -> Worker:
-        """Raises JournalBusy if another command measures on the GPU, SweepFailedError if no worker comes up."""
+        """Raises JournalBusy if another command measures on the GPU, SweepFailedError if no worker
+        comes up."""
         if self._worker is None:
             started = Worker(self._index, self._main)
             try:
@@ -139,10 +157,18 @@ class WorkerBench:
                 self._lock = lock_gpu(str(started.env.get("uuid") or f"cuda-{self._index}"))
         return self._worker
 
-    def heat(self, cell: Cell, candidates: Sequence[Candidate], plan: Plan, process: int = 0) -> Heat:
+    def heat(
+        self, cell: Cell, candidates: Sequence[Candidate], plan: Plan, process: int = 0
+    ) -> Heat:
         """A worker that is lost costs the candidate that it was busy with, or the new one."""
         active = self._active()
-        heat = Heat(Contest({c: [] for c in candidates}, {c: [] for c in candidates}, {c: [] for c in candidates}))
+        heat = Heat(
+            Contest(
+                {c: [] for c in candidates},
+                {c: [] for c in candidates},
+                {c: [] for c in candidates},
+            )
+        )
         try:
             active.send(worker.Job(cell, tuple(candidates), replace(plan, seed=process)))
             while not isinstance(message := active.receive(), worker.CellDone):
@@ -158,7 +184,9 @@ class WorkerBench:
             guilty = candidates[0] if lost.began.candidate is None else lost.began.candidate
             self._note(f"{lost.reason}: {guilty}")
             heat.failed[guilty] = lost.status, lost.reason
-        heat.contest.samples = {c: us for c, us in heat.contest.samples.items() if us and c not in heat.failed}
+        heat.contest.samples = {
+            c: us for c, us in heat.contest.samples.items() if us and c not in heat.failed
+        }
         for candidate in candidates:
             if candidate not in heat.contest.samples:
                 heat.failed.setdefault(candidate, ("fault", "no sample: the worker was lost"))

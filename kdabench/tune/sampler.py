@@ -1,8 +1,8 @@
 """Optuna's samplers, held to the points of a space that have not been taken.
 
-Of what Optuna suggests the nearest open point is taken, so no trial is spent on a combination that can't run, or twice
-on the same. Each trial's random numbers are drawn from the seed, the study's name and the number of finished trials:
-a search that was killed goes on as if it had not been.
+Of what Optuna suggests the nearest open point is taken, so no trial is spent on a combination that
+can't run, or twice on the same. Each trial's random numbers are drawn from the seed, the study's
+name and the number of finished trials: a search that was killed goes on as if it had not been.
 """
 
 from __future__ import annotations
@@ -29,14 +29,21 @@ _FIXED = "fixed_params"  # where Optuna keeps what a queued trial is to be
 
 
 class PointSampler(BaseSampler):
-    """advise: of some places the one that a model of other cells picks, or None; for the kind `transfer`."""
+    """advise: of some places the one that a model of other cells picks, or None; for the kind
+    `transfer`."""
 
     def __init__(
-        self, space: Space, kind: Kind, seed: int, advise: Callable[[list[int]], int | None] = lambda places: None
+        self,
+        space: Space,
+        kind: Kind,
+        seed: int,
+        advise: Callable[[list[int]], int | None] = lambda places: None,
     ) -> None:
         self._space, self._kind, self._seed, self._advise = space, kind, seed, advise
 
-    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+    def infer_relative_search_space(
+        self, study: Study, trial: FrozenTrial
+    ) -> dict[str, BaseDistribution]:
         return dict(self._space.distributions)
 
     def sample_relative(
@@ -48,9 +55,15 @@ class PointSampler(BaseSampler):
         places = sorted(set(range(len(self._space.points))) - taken(self._space, others))
         finished = sum(t.state.is_finished() for t in others)
         seed = hashlib.sha256(f"{self._seed}:{study.study_name}:{finished}".encode()).digest()
-        return dict(self._space.params[self._pick(study, trial, places, finished, int.from_bytes(seed[:4], "big"))])
+        return dict(
+            self._space.params[
+                self._pick(study, trial, places, finished, int.from_bytes(seed[:4], "big"))
+            ]
+        )
 
-    def _pick(self, study: Study, trial: FrozenTrial, places: list[int], finished: int, seed: int) -> int:
+    def _pick(
+        self, study: Study, trial: FrozenTrial, places: list[int], finished: int, seed: int
+    ) -> int:
         if self._kind == "exhaustive":
             return places[0]
         advised = self._advise(places) if self._kind == "transfer" else None
@@ -66,7 +79,11 @@ class PointSampler(BaseSampler):
         return random.Random(seed).choice(places)
 
     def sample_independent(
-        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+        self,
+        study: Study,
+        trial: FrozenTrial,
+        param_name: str,
+        param_distribution: BaseDistribution,
     ) -> Any:
         raise AssertionError(f"{param_name} is no field of the space")
 
@@ -81,7 +98,11 @@ def taken(space: Space, trials: Iterable[FrozenTrial]) -> set[int]:
     """Places of the points that trials have had, have, or wait for."""
     found = set[int]()
     for trial in trials:
-        params = trial.system_attrs.get(_FIXED, {}) if trial.state == TrialState.WAITING else trial.params
+        params = (
+            trial.system_attrs.get(_FIXED, {})
+            if trial.state == TrialState.WAITING
+            else trial.params
+        )
         place = space.place(params) if params.keys() >= space.values.keys() else None
         found |= set() if place is None else {place}
     return found

@@ -1,9 +1,10 @@
 """Search of schedules by Optuna, ask-and-tell: a study per cell and variant, a trial per candidate.
 
-Every study lives in one SQLite file, so a search can be killed anywhere and goes on where it was, and Optuna's
-dashboard can show it. A trial races its candidate against the study's best so far, in one small contest; its value is
-the best's time multiplied by the ratio found, so that drift between trials cancels. In the end the best of each study
-are measured again, interleaved with the variant's default, in fresh processes.
+Every study lives in one SQLite file, so a search can be killed anywhere and goes on where it was,
+and Optuna's dashboard can show it. A trial races its candidate against the study's best so far, in
+one small contest; its value is the best's time multiplied by the ratio found, so that drift between
+trials cancels. In the end the best of each study are measured again, interleaved with the variant's
+default, in fresh processes.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ class Options:
 
 @dataclass(frozen=True)
 class Event:
-    """Progress. done and total count trials, of all studies; `best` and time_us are those of the study."""
+    """Progress. done and total count trials, of all studies; `best` and time_us are those of the
+    study."""
 
     kind: Literal["plan", "trial"]
     done: int
@@ -100,8 +102,10 @@ Listener = Callable[[Event], None]
 class Verdict:
     """A study's winner in the re-measurement, against the default.
 
-    gain, low, high   log of the default's time over the winner's, and its confidence interval; None without a default
-    verdict  faster or slower than the default by more than the tie band, same: by less; unclear; default: it won itself
+    gain, low, high   log of the default's time over the winner's, and its confidence interval; None
+                      without a default
+    verdict  faster or slower than the default by more than the tie band, same: by less; unclear;
+             default: it won itself
     """
 
     winner: Candidate
@@ -209,10 +213,11 @@ def run(
     listener: Listener = lambda event: None,
     where: str = "",
 ) -> Summary:
-    """Search all that is left of `tasks`, then measure the best again. After KeyboardInterrupt: what there is.
+    """Search all that is left of `tasks`, then measure the best again. After KeyboardInterrupt:
+    what there is.
 
-    All studies have their first trial before any has its second. budget_s: no trial begins after this many seconds; the
-    re-measurement comes on top.
+    All studies have their first trial before any has its second. budget_s: no trial begins after
+    this many seconds; the re-measurement comes on top.
     """
     summary = Summary(where)
     deadline = None if budget_s is None else time.monotonic() + budget_s
@@ -249,12 +254,16 @@ class _Progress:
         self._listener(Event("trial", self._done, self._total, outcome.task, candidate, value))
 
 
-def _searches(tasks: Sequence[Task], bench: Bench, storage: BaseStorage, options: Options) -> list[_Search]:
+def _searches(
+    tasks: Sequence[Task], bench: Bench, storage: BaseStorage, options: Options
+) -> list[_Search]:
     found = []
     for variant in dict.fromkeys(task.space.variant for task in tasks):
         ours = [task for task in tasks if task.space.variant == variant]
         model = Transfer([task.cell for task in ours], [task.space for task in ours])
-        found += [_Search(task, bench, storage, options, model, place) for place, task in enumerate(ours)]
+        found += [
+            _Search(task, bench, storage, options, model, place) for place, task in enumerate(ours)
+        ]
     return found
 
 
@@ -269,7 +278,11 @@ def _neighbours(task: Task, outcomes: Sequence[Outcome]) -> list[int]:
     found: list[tuple[float, int]] = []
     for outcome in outcomes:
         distance, best = apart(task.cell, outcome.task.cell), outcome.best
-        if outcome.task.space.variant == task.space.variant and distance is not None and best is not None:
+        if (
+            outcome.task.space.variant == task.space.variant
+            and distance is not None
+            and best is not None
+        ):
             place = task.space.place_of(candidate_of(outcome.task.space, best))
             if place is not None:
                 found.append((distance, place))
@@ -283,14 +296,28 @@ class _Search:
     """
 
     def __init__(
-        self, task: Task, bench: Bench, storage: BaseStorage, options: Options, model: Transfer, place: int
+        self,
+        task: Task,
+        bench: Bench,
+        storage: BaseStorage,
+        options: Options,
+        model: Transfer,
+        place: int,
     ) -> None:
         self.task, self._bench, self._options = task, bench, options
         self._model, self._place = model, place
         space = task.space
-        sampler = PointSampler(space, options.sampler, options.seed, lambda places: model.pick(place, places))
-        self.study = optuna.create_study(storage=storage, study_name=task.name, sampler=sampler, load_if_exists=True)
-        fixed = {name: value for name, value in space.points[0].options.items() if name not in space.values}
+        sampler = PointSampler(
+            space, options.sampler, options.seed, lambda places: model.pick(place, places)
+        )
+        self.study = optuna.create_study(
+            storage=storage, study_name=task.name, sampler=sampler, load_if_exists=True
+        )
+        fixed = {
+            name: value
+            for name, value in space.points[0].options.items()
+            if name not in space.values
+        }
         for name, value in {"cell": task.cell.key, "the same in all": fixed}.items():
             if self.study.user_attrs.get(name) != value:
                 self.study.set_user_attr(name, value)
@@ -301,8 +328,14 @@ class _Search:
 
     def _refresh(self) -> None:
         self.outcome.trials = self.study.get_trials(deepcopy=False)
-        found = {self.task.space.place(t.params): value for t in self.outcome.trials if (value := value_of(t))}
-        self._model.tell(self._place, {place: value for place, value in found.items() if place is not None})
+        found = {
+            self.task.space.place(t.params): value
+            for t in self.outcome.trials
+            if (value := value_of(t))
+        }
+        self._model.tell(
+            self._place, {place: value for place, value in found.items() if place is not None}
+        )
 
     @property
     def finished(self) -> int:
@@ -313,7 +346,8 @@ class _Search:
         return self._options.limit(self.task.space)
 
     def step(self, first: Sequence[int]) -> None:
-        """One more trial: what is queued, else the first of some places that was not taken, else what is sampled."""
+        """One more trial: what is queued, else the first of some places that was not taken, else
+        what is sampled."""
         space, trials = self.task.space, self.outcome.trials
         if not any(t.state == TrialState.WAITING for t in trials):
             untaken = [place for place in first if place not in taken(space, trials)]
@@ -328,7 +362,9 @@ class _Search:
         candidate = self.task.space.points[place].candidate
         reference = None if best is None else candidate_of(self.task.space, best)
         heat = self._bench.heat(
-            self.task.cell, [candidate] if reference is None else [candidate, reference], self._options.plan
+            self.task.cell,
+            [candidate] if reference is None else [candidate, reference],
+            self._options.plan,
         )
         trial.set_user_attr("heat", _facts(candidate, reference, heat))
         if candidate in heat.failed:
@@ -351,7 +387,9 @@ class _Search:
         if kept is None or kept["candidates"] != names:
             heat = self._bench.heat(self.task.cell, candidates, Plan(), process)
             contest = heat.contest
-            timed = [c if c in contest.samples and c not in heat.failed else None for c in candidates]
+            timed = [
+                c if c in contest.samples and c not in heat.failed else None for c in candidates
+            ]
             kept = {
                 "candidates": names,
                 "samples_us": [[] if c is None else contest.samples[c] for c in timed],
@@ -376,7 +414,8 @@ def _facts(candidate: Candidate, reference: Candidate | None, heat: Heat) -> dic
 
 
 def _confirm(searches: Sequence[_Search], bench: Bench, options: Options) -> None:
-    """Measure each study's best again, interleaved with the default, in fresh processes; then judge."""
+    """Measure each study's best again, interleaved with the default, in fresh processes; then
+    judge."""
     entrants = [_finalists(search.outcome, options) for search in searches]
     samples: list[list[dict[str, Any]]] = [[] for _ in searches]
     for process in range(options.processes):
@@ -386,11 +425,14 @@ def _confirm(searches: Sequence[_Search], bench: Bench, options: Options) -> Non
                 kept.append(search.again(process, candidates))
     for search, candidates, kept in zip(searches, entrants, samples, strict=True):
         default = search.task.space.default
-        search.outcome.verdict = _judge(candidates, kept, None if default is None else default.candidate)
+        search.outcome.verdict = _judge(
+            candidates, kept, None if default is None else default.candidate
+        )
 
 
 def _finalists(outcome: Outcome, options: Options) -> list[Candidate]:
-    """The best candidates of a study, best first, and last the default unless it is one of them or failed."""
+    """The best candidates of a study, best first, and last the default unless it is one of them or
+    failed."""
     space = outcome.task.space
     done = [t for t in outcome.trials if t.state == TrialState.COMPLETE and t.value is not None]
     best = sorted(done, key=lambda t: (t.value, t.number))[: options.finalists]
@@ -402,12 +444,16 @@ def _finalists(outcome: Outcome, options: Options) -> list[Candidate]:
 
 
 def _judge(
-    candidates: Sequence[Candidate], processes: Sequence[Mapping[str, Any]], default: Candidate | None
+    candidates: Sequence[Candidate],
+    processes: Sequence[Mapping[str, Any]],
+    default: Candidate | None,
 ) -> Verdict | None:
     """The fastest over all processes against the default."""
     pooled = Contest({c: [] for c in candidates}, {c: [] for c in candidates})
     for number, process in enumerate(processes):
-        for candidate, samples, rounds in zip(candidates, process["samples_us"], process["rounds"], strict=True):
+        for candidate, samples, rounds in zip(
+            candidates, process["samples_us"], process["rounds"], strict=True
+        ):
             pooled.samples[candidate] += samples
             pooled.rounds[candidate] += [number * _ROUNDS + index for index in rounds]
     timed = [c for c in candidates if pooled.samples[c]]
@@ -417,7 +463,9 @@ def _judge(
     if default not in timed:
         return Verdict(winner, pooled.time_us(winner))
     if winner == default:
-        return Verdict(winner, pooled.time_us(winner), pooled.time_us(winner), 0.0, verdict="default")
+        return Verdict(
+            winner, pooled.time_us(winner), pooled.time_us(winner), 0.0, verdict="default"
+        )
     plan = Plan()
     low, high = log_ratio_interval(pooled, default, winner, plan.z)
     gain = math.log(pooled.time_us(default) / pooled.time_us(winner))
@@ -432,4 +480,6 @@ def _judge(
     elif -plan.tie < low and high < plan.tie:
         verdict = "same"
     ends = (low, high) if known else (None, None)
-    return Verdict(winner, pooled.time_us(winner), pooled.time_us(default), gain, ends[0], ends[1], verdict)
+    return Verdict(
+        winner, pooled.time_us(winner), pooled.time_us(default), gain, ends[0], ends[1], verdict
+    )

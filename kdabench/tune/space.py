@@ -1,7 +1,9 @@
-"""What a tuner chooses from: the candidates of one variant in one cell, as points of an Optuna search space.
+"""What a tuner chooses from: the candidates of one variant in one cell, as points of an Optuna
+search space.
 
-The points need not fill their box: a sweep's specs are a union of products, and `unsupported` or a lack of records
-takes points away. So the space is a list, with an Optuna distribution for each field that differs within it.
+The points need not fill their box: a sweep's specs are a union of products, and `unsupported` or a
+lack of records takes points away. So the space is a list, with an Optuna distribution for each
+field that differs within it.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class Point:
 class Space:
     """Distinct points of one variant in a fixed order.
 
-    default  the point of the variant's own defaults, to compare with; it need not be one of `points`. None: can't run
+    default  the point of the variant's own defaults, to compare with; it need not be one of
+             `points`. None: can't run
     """
 
     variant: str
@@ -52,8 +55,13 @@ class Space:
     def values(self) -> dict[str, list[Value]]:
         """The values of each field that differs between points, in ascending order."""
         fields = sorted({name for point in self.points for name in point.options})
-        found = {name: {canonical(p.options.get(name)): p.options.get(name) for p in self.points} for name in fields}
-        return {name: sorted(seen.values(), key=_order) for name, seen in found.items() if len(seen) > 1}
+        found = {
+            name: {canonical(p.options.get(name)): p.options.get(name) for p in self.points}
+            for name in fields
+        }
+        return {
+            name: sorted(seen.values(), key=_order) for name, seen in found.items() if len(seen) > 1
+        }
 
     @cached_property
     def distributions(self) -> dict[str, BaseDistribution]:
@@ -68,7 +76,9 @@ class Space:
     @cached_property
     def params(self) -> tuple[Params, ...]:
         """Of each point its values of the fields that differ."""
-        return tuple({name: point.options.get(name) for name in self.values} for point in self.points)
+        return tuple(
+            {name: point.options.get(name) for name in self.values} for point in self.points
+        )
 
     @cached_property
     def _places(self) -> dict[str, int]:
@@ -79,12 +89,15 @@ class Space:
         return self._places.get(canonical({name: params.get(name) for name in self.values}))
 
     def place_of(self, candidate: Candidate) -> int | None:
-        return next((i for i, point in enumerate(self.points) if point.candidate == candidate), None)
+        return next(
+            (i for i, point in enumerate(self.points) if point.candidate == candidate), None
+        )
 
     def nearest(self, params: Params, among: Sequence[int]) -> int:
         """Of some points the one that differs least; of equally near ones the first.
 
-        A category counts one where it differs, a count its distance on a log scale, as a part of the whole range.
+        A category counts one where it differs, a count its distance on a log scale, as a part of
+        the whole range.
         """
         return min(among, key=lambda place: self._distance(params, self.params[place]))
 
@@ -94,7 +107,9 @@ class Space:
     def _apart(self, name: str, a: Value, b: Value) -> float:
         if isinstance(self.distributions[name], IntDistribution):
             values = self.values[name]
-            return abs(math.log(int(a or 1) / int(b or 1))) / math.log(int(values[-1] or 1) / int(values[0] or 1))
+            return abs(math.log(int(a or 1) / int(b or 1))) / math.log(
+                int(values[-1] or 1) / int(values[0] or 1)
+            )
         return float(a != b)
 
     @cached_property
@@ -115,13 +130,22 @@ def cell_title(cell: Cell) -> str:
     """Short and distinct: heads, requests and what differs from the commonplace."""
     plain = Cell(cell.kind, cell.requests, cell.heads, cell.tokens)
     shown = ("kind", "heads", "requests", "tokens")
-    others = [name for name in CELL_FIELDS if name not in shown and getattr(cell, name) != getattr(plain, name)]
-    parts = [f"H={cell.heads}", f"R={cell.requests}", *(f"{name}={getattr(cell, name)}" for name in others)]
+    others = [
+        name
+        for name in CELL_FIELDS
+        if name not in shown and getattr(cell, name) != getattr(plain, name)
+    ]
+    parts = [
+        f"H={cell.heads}",
+        f"R={cell.requests}",
+        *(f"{name}={getattr(cell, name)}" for name in others),
+    ]
     return " ".join([cell.kind, *([f"q={cell.tokens}"] if cell.tokens > 1 else []), *parts])
 
 
 def apart(a: Cell, b: Cell) -> float | None:
-    """How far two cells are from each other for whoever borrows a winner; None if nothing can be borrowed."""
+    """How far two cells are from each other for whoever borrows a winner; None if nothing can be
+    borrowed."""
     if (a.state_dtype, a.context, a.layers) != (b.state_dtype, b.context, b.layers):
         return None
     return (

@@ -1,7 +1,9 @@
-"""A model of one variant over all cells: what was measured in one cell says something of the others.
+"""A model of one variant over all cells: what was measured in one cell says something of the
+others.
 
-A Gaussian process of log times over the byte floor: a level of its own for each cell, an effect of the options that all
-cells share, and one that neighbouring cells share. Its scales are fixed: a few trials per cell couldn't support a fit.
+A Gaussian process of log times over the byte floor: a level of its own for each cell, an effect of
+the options that all cells share, and one that neighbouring cells share. Its scales are fixed: a few
+trials per cell couldn't support a fit.
 """
 
 from __future__ import annotations
@@ -48,20 +50,31 @@ class Transfer:
 
     @cached_property
     def _codes(self) -> list[Floats]:
-        """Per cell [points, fields]: numbers one or more apart where values differ; counts half a unit an octave."""
+        """Per cell [points, fields]: numbers one or more apart where values differ; counts half a
+        unit an octave."""
         options = [[point.options for point in space.points] for space in self._spaces]
-        columns = {name: _numbers(options, name) for name in sorted({n for o in options for p in o for n in p})}
+        columns = {
+            name: _numbers(options, name)
+            for name in sorted({n for o in options for p in o for n in p})
+        }
         columns = {name: column for name, column in columns.items() if len(column) > 1}
-        numbers = [[[column[repr(p.get(n))] for n, column in columns.items()] for p in points] for points in options]
+        numbers = [
+            [[column[repr(p.get(n))] for n, column in columns.items()] for p in points]
+            for points in options
+        ]
         return [np.array(rows) for rows in numbers]
 
     def pick(self, cell: int, places: Sequence[int]) -> int | None:
-        """The one of some points with the largest expected improvement on the best known time in the cell.
+        """The one of some points with the largest expected improvement on the best known time in
+        the cell.
 
-        Without a time there, the one that is expected to be fastest; of equals the first. None if nothing is known.
+        Without a time there, the one that is expected to be fastest; of equals the first. None if
+        nothing is known.
         """
         order = np.argsort(self._far[cell], kind="stable").tolist()
-        known: list[Key] = [(c, p) for c in order if self._far[cell, c] < math.inf for p in self._found[c]][:_MOST]
+        known: list[Key] = [
+            (c, p) for c in order if self._far[cell, c] < math.inf for p in self._found[c]
+        ][:_MOST]
         if not known:
             return None
         target = np.array([self._found[c][p] for c, p in known])
@@ -75,22 +88,30 @@ class Transfer:
             return places[int(np.argmin(mean))]
         variance = _LEVEL**2 + _SHARED**2 + _LOCAL**2 - np.einsum("ij,ji->i", cross, solved[:, 1:])
         spread = np.sqrt(np.maximum(variance, 1e-12))
-        gains = [_improvement(min(own) - m, s) for m, s in zip(mean.tolist(), spread.tolist(), strict=True)]
+        gains = [
+            _improvement(min(own) - m, s)
+            for m, s in zip(mean.tolist(), spread.tolist(), strict=True)
+        ]
         return places[int(np.argmax(gains))]
 
     def _kernel(self, a: Sequence[Key], b: Sequence[Key]) -> Floats:
-        left, right = (np.stack([self._codes[cell][place] for cell, place in keys]) for keys in (a, b))
+        left, right = (
+            np.stack([self._codes[cell][place] for cell, place in keys]) for keys in (a, b)
+        )
         differ = np.zeros((len(a), len(b)))
         for x, y in zip(left.T, right.T, strict=True):
             differ += np.minimum(np.abs(x[:, None] - y[None, :]), 1.0)
         far = self._far[np.ix_([cell for cell, _ in a], [cell for cell, _ in b])]
         found: Floats = _LEVEL**2 * (far == 0)
-        found = found + (_SHARED**2 + _LOCAL**2 * np.exp(-far / _CELLS_REACH)) * np.exp(-differ / _OPTIONS_REACH)
+        found = found + (_SHARED**2 + _LOCAL**2 * np.exp(-far / _CELLS_REACH)) * np.exp(
+            -differ / _OPTIONS_REACH
+        )
         return found
 
 
 def _solve(gram: Floats, right: Floats) -> Floats:
-    """By Gauss and Jordan; `gram` is positive definite. Not LAPACK, whose threads wait for each other on busy cores."""
+    """By Gauss and Jordan; `gram` is positive definite. Not LAPACK, whose threads wait for each
+    other on busy cores."""
     rows = np.column_stack([gram, right])
     for k in range(len(gram)):
         pivot = rows[k, k:] / rows[k, k]

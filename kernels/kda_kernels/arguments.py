@@ -1,6 +1,8 @@
-"""What every step kernel takes: one tuple of parameters, its values for some operands, and what the operands must be.
+"""What every step kernel takes: one tuple of parameters, its values for some operands, and what the
+operands must be.
 
-A kernel is launched with the fields of `Arguments` in order; a field that it does not read costs nothing.
+A kernel is launched with the fields of `Arguments` in order; a field that it does not read costs
+nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ _BF16, _F32, _INT32 = "torch.bfloat16", "torch.float32", "torch.int32"
 
 
 class Arguments(NamedTuple):
-    """Parameters of a step kernel: addresses (0 where there is no such operand), strides in elements, sizes.
+    """Parameters of a step kernel: addresses (0 where there is no such operand), strides in
+    elements, sizes.
 
     What a kernel needs first stands first: parameters are constants, which come by cache line.
 
@@ -113,7 +116,8 @@ def values(operands: StepOperands, per: int = 0) -> tuple[int | float, ...]:
 class Rules(Protocol):
     """The part of a kernel's plan that says what its operands must be.
 
-    layout      of the window: rows = dim-first, copied whole; taps = window-major; any = read by element
+    layout      of the window: rows = dim-first, copied whole; taps = window-major; any = read by
+                element
     window      most entries of a `rows` window
     streamable  projection and window are read by 16-byte copies
     """
@@ -134,8 +138,11 @@ class Rules(Protocol):
     def streamable(self) -> bool: ...
 
 
-def window_rules(problem: Problem, streamable: bool, entries: int | None) -> tuple[Literal["rows", "taps", "any"], int]:
-    """`layout` and `window` of `Rules`. entries: most of a `rows` window; None: those of the problem."""
+def window_rules(
+    problem: Problem, streamable: bool, entries: int | None
+) -> tuple[Literal["rows", "taps", "any"], int]:
+    """`layout` and `window` of `Rules`. entries: most of a `rows` window; None: those of the
+    problem."""
     if not streamable:
         return "any", 0
     if problem.conv_layout == "window-major":
@@ -145,12 +152,17 @@ def window_rules(problem: Problem, streamable: bool, entries: int | None) -> tup
 
 def _refuse(o: StepOperands, name: str, rule: str) -> None:
     tensor = getattr(o, name)
-    about = "" if tensor is None else f" ({tensor.dtype}, {tuple(tensor.shape)}, strides {tensor.stride()})"
+    about = (
+        ""
+        if tensor is None
+        else f" ({tensor.dtype}, {tuple(tensor.shape)}, strides {tensor.stride()})"
+    )
     raise ValueError(f"{name}{about} {rule}")
 
 
 def check(variant: str, rules: Rules, operands: StepOperands) -> None:
-    """Raises ValueError, naming the operand, for operands that a kernel compiled under `rules` can't take."""
+    """Raises ValueError, naming the operand, for operands that a kernel compiled under `rules`
+    can't take."""
     o, p = operands, rules
     if o.lower_bound is None:
         raise ValueError(f"lower_bound is None: {variant} needs a bounded gate")
@@ -196,7 +208,10 @@ def _check_layouts(p: Rules, o: StepOperands, dtypes: dict[str, str]) -> None:
         tensor = getattr(o, name)
         if name not in strided and not tensor.is_contiguous():
             _refuse(o, name, "must be contiguous")
-        if name in ("conv_weight", "conv_bias", "f_b", "dt_bias", "norm_weight", "out") and tensor.data_ptr() % 16:
+        if (
+            name in ("conv_weight", "conv_bias", "f_b", "dt_bias", "norm_weight", "out")
+            and tensor.data_ptr() % 16
+        ):
             _refuse(o, name, "must start at a multiple of 16 bytes")
         if name in ("state", "corrections", "key_gates"):
             if not tensor[0].is_contiguous():
@@ -242,6 +257,14 @@ def _check_window(p: Rules, o: StepOperands) -> None:
     if o.conv_state.data_ptr() % 16 or slot % _UNIT:
         _refuse(o, "conv_state", "must have 16-byte aligned slots: compile with streamable=False")
     if p.layout == "rows" and not (tap == 1 and channel == entries and entries <= p.window):
-        _refuse(o, "conv_state", f"must be dim-first with at most {p.window} entries for the compiled kernel")
+        _refuse(
+            o,
+            "conv_state",
+            f"must be dim-first with at most {p.window} entries for the compiled kernel",
+        )
     if p.layout == "taps" and not (channel == 1 and tap % _UNIT == 0):
-        _refuse(o, "conv_state", "must be window-major with 16-byte aligned entries for the compiled kernel")
+        _refuse(
+            o,
+            "conv_state",
+            "must be window-major with 16-byte aligned entries for the compiled kernel",
+        )

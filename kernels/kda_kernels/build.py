@@ -42,7 +42,8 @@ class Row:
 
     @property
     def broken(self) -> bool:
-        """Whether it should have compiled and didn't: an unsupported case has no binary and needs none."""
+        """Whether it should have compiled and didn't: an unsupported case has no binary and needs
+        none."""
         return self.reason is not None and not self.reason.startswith("unsupported")
 
     @property
@@ -53,17 +54,21 @@ class Row:
 def compile_grid(
     variants: Sequence[str], archs: Sequence[str], jobs: int, listener: Callable[[Row, int], None]
 ) -> list[Row]:
-    """Compile every case of `compile_cases` in `jobs` processes; rows in the order of variants, archs and grid.
+    """Compile every case of `compile_cases` in `jobs` processes; rows in the order of variants,
+    archs and grid.
 
     listener   gets each row as it is finished, and how many there will be
     Raises KeyboardInterrupt with all processes ended.
     """
-    cases = [(case, arch) for variant in variants for arch in archs for case in compile_cases(variant)]
+    cases = [
+        (case, arch) for variant in variants for arch in archs for case in compile_cases(variant)
+    ]
     return compile_all(cases, jobs, listener)
 
 
 def fill_cache(cases: Iterable[Case], arch: str) -> None:
-    """Compile what the kernels' cache lacks of `cases`, once per binary. Failures are left to whoever launches."""
+    """Compile what the kernels' cache lacks of `cases`, once per binary. Failures are left to
+    whoever launches."""
     binaries = {
         replace(
             case,
@@ -78,14 +83,19 @@ def fill_cache(cases: Iterable[Case], arch: str) -> None:
 
 
 def compile_all(
-    cases: Sequence[tuple[Case, str]], jobs: int, listener: Callable[[Row, int], None] = lambda row, total: None
+    cases: Sequence[tuple[Case, str]],
+    jobs: int,
+    listener: Callable[[Row, int], None] = lambda row, total: None,
 ) -> list[Row]:
-    """Compile (case, arch) pairs in `jobs` processes; rows in the same order. Interrupts as compile_grid does."""
+    """Compile (case, arch) pairs in `jobs` processes; rows in the same order. Interrupts as
+    compile_grid does."""
     rows: dict[int, Row] = {}
     if not cases:
         return []
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(min(jobs, len(cases)), mp_context=context, initializer=_leave_interrupts_to_parent)
+    pool = ProcessPoolExecutor(
+        min(jobs, len(cases)), mp_context=context, initializer=_leave_interrupts_to_parent
+    )
     try:
         futures = {pool.submit(compile_case, case, arch): i for i, (case, arch) in enumerate(cases)}
         for future in as_completed(futures):
@@ -102,7 +112,8 @@ def compile_all(
 
 def _leave_interrupts_to_parent() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # What the compiler says while it works is not for the terminal; its errors come back as exceptions.
+    # What the compiler says while it works is not for the terminal; its errors come back as
+    # exceptions.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 

@@ -1,4 +1,5 @@
-"""A case of a variant: a problem and options that it is compiled for, or verified with; and the usual sizes."""
+"""A case of a variant: a problem and options that it is compiled for, or verified with; and the
+usual sizes."""
 
 from __future__ import annotations
 

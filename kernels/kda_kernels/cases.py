@@ -1,8 +1,9 @@
-"""The standard cases: problems and options that a variant is compiled for, and verified with on a GPU.
+"""The standard cases: problems and options that a variant is compiled for, and verified with on a
+GPU.
 
-What a variant can be it says itself. `forms(kind, state_dtype)` lists the options of each form of it
-that is another kernel; `more_cases(name, purpose)`, which few have, gives cases that no rule here
-makes of forms.
+What a variant can be it says itself. `forms(kind, state_dtype)` lists the options of each form of
+it that is another kernel; `more_cases(name, purpose)`, which few have, gives cases that no rule
+here makes of forms.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def unverified_kinds(variant: str, supported: Iterable[Case]) -> tuple[Kind, ...
 
 
 def _more_cases(variant: str, module: ModuleType, purpose: Purpose) -> Iterable[Case]:
-    found: Iterable[Case] = module.more_cases(variant, purpose) if hasattr(module, "more_cases") else ()
+    found: Iterable[Case] = (
+        module.more_cases(variant, purpose) if hasattr(module, "more_cases") else ()
+    )
     return found
 
 
@@ -64,7 +67,9 @@ def _steps(variant: str, among: Iterable[Step] = STEPS) -> list[Step]:
 
 
 def _step(kind: Kind, requests: int, heads: int, tokens: int, **layout: Any) -> Problem:
-    return Problem(kind, requests, heads, tokens, pending="mix" if kind == "replay" else None, **layout)
+    return Problem(
+        kind, requests, heads, tokens, pending="mix" if kind == "replay" else None, **layout
+    )
 
 
 def _step_cases(variant: str, module: ModuleType) -> Iterator[Case]:
@@ -77,7 +82,15 @@ def _step_cases(variant: str, module: ModuleType) -> Iterator[Case]:
     for kind, q in steps:
         for form, dtype in _forms(module, kind):
             problem = _step(kind, 6, 6, q, state_dtype=dtype)
-            yield case(variant, form, problem, pad=64, null_requests=(2,), inputs="generic", conv_bias=False)
+            yield case(
+                variant,
+                form,
+                problem,
+                pad=64,
+                null_requests=(2,),
+                inputs="generic",
+                conv_bias=False,
+            )
     typical, batches = sorted(_steps(variant, TYPICAL)), variants.declared(variant).requests
     for heads, (kind, q), requests in product(HEADS, typical, batches):
         for form in module.forms(kind, "fp32"):
@@ -85,7 +98,8 @@ def _step_cases(variant: str, module: ModuleType) -> Iterator[Case]:
 
 
 def _commit_cases(variant: str, module: ModuleType) -> Iterator[Case]:
-    """Commits with and without block boundaries, in place or not; flushes of a layer and of several."""
+    """Commits with and without block boundaries, in place or not; flushes of a layer and of
+    several."""
     kinds = variants.declared(variant).kinds
     awkward: dict[str, Any] = {"pad": 64, "null_requests": (1, 4)}
     sides = product(STATE_DTYPES, (False, True), (False, True), (3, 8))

@@ -1,11 +1,13 @@
-"""Who a kernel is: names of its machine code and of its launches, by which measurements and certificates refer to it.
+"""Who a kernel is: names of its machine code and of its launches, by which measurements and
+certificates refer to it.
 
     identity.code(name, compiled, problem, spec, gpu)   "3f2a9c01d5e8b7a6-90ab12cd34ef5678"
 
 The first half names the binary (`cubin.Binary.digest`), the second what the host asks of the driver
-for one launch over standard operands of the problem: grid, CTAs, clusters, attributes and the value of
-every parameter. Neither changes with a comment, a name or a file; either changes with what a GPU does.
-Of a variant without binaries of ours, as the Triton chain, both name its sources without their prose.
+for one launch over standard operands of the problem: grid, CTAs, clusters, attributes and the value
+of every parameter. Neither changes with a comment, a name or a file; either changes with what a GPU
+does. Of a variant without binaries of ours, as the Triton chain, both name its sources without
+their prose.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ def _sources(variant: str) -> str:
 
 @cache
 def launch(variant: str, problem: Problem, spec: Any, gpu: Gpu) -> str:
-    """16 hexadecimal digits that name what one launch over standard operands asks of the driver. Needs no GPU.
+    """16 hexadecimal digits that name what one launch over standard operands asks of the driver.
+    Needs no GPU.
 
     Raises ValueError if the variant can't take the problem.
     """
@@ -57,8 +60,15 @@ def launch(variant: str, problem: Problem, spec: Any, gpu: Gpu) -> str:
     operands = standard(problem, align=getattr(spec, "align", False))
     with cubin.recorded() as launches:
         module.launch(module.compile(problem, spec, gpu), operands, 0)
-    names = {getattr(operands, f.name).data_ptr(): f.name for f in fields(operands) if _is_placed(operands, f.name)}
-    told = [replace(found, values=tuple(names.get(v, v) for v in found.values)) for found in launches]  # type: ignore[misc]
+    names = {
+        getattr(operands, f.name).data_ptr(): f.name
+        for f in fields(operands)
+        if _is_placed(operands, f.name)
+    }
+    told = []
+    for found in launches:
+        values: tuple[Any, ...] = tuple(names.get(value, value) for value in found.values)
+        told.append(replace(found, values=values))
     return hashlib.sha256(repr(told).encode()).hexdigest()[:DIGITS]
 
 
@@ -76,7 +86,8 @@ def _is_placed(operands: Operands, name: str) -> bool:
 
 
 def standard(problem: Problem, align: bool = False) -> Operands:
-    """Operands of a problem without memory, laid out as `make_step` and `make_commit` do, at made-up addresses.
+    """Operands of a problem without memory, laid out as `make_step` and `make_commit` do, at
+    made-up addresses.
 
     align   of a commit: with block boundaries
     """
@@ -90,7 +101,9 @@ class _Maker:
     def __init__(self) -> None:
         self._made = 0
 
-    def __call__(self, shape: tuple[int, ...], dtype: torch.dtype, *, transposed: bool = False) -> torch.Tensor:
+    def __call__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, *, transposed: bool = False
+    ) -> torch.Tensor:
         if transposed:
             shape = (*shape[:-2], shape[-1], shape[-2])
         tensor = torch.empty(shape, dtype=dtype, device="meta")

@@ -25,7 +25,8 @@ class StepOperands:
     projected    [B, pitch]                 bf16   q, k, v | output gate | f_a | raw beta
     conv_weight  [3, 4, D]                  f32 or bf16
     conv_bias    [3D] or None               f32 or bf16
-    conv_state   [slots, 3D, W]             bf16 or f32; in memory dim-first, or window-major (a transposed view)
+    conv_state   [slots, 3D, W]             bf16 or f32; in memory dim-first, or window-major (a
+                 transposed view)
     f_b          [D, 128]                   bf16
     A_log        [H]                        f32
     dt_bias      [D]                        f32
@@ -65,17 +66,21 @@ class StepOperands:
 
 @dataclass(frozen=True)
 class CommitOperands:
-    """One commit over L layers. The tensors of each layer stay where they are; kernels find them by address tables.
+    """One commit over L layers. The tensors of each layer stay where they are; kernels find them by
+    address tables.
 
     states         L x [slots, H, 128, 128]      f32 or bf16, equal shapes
     corrections    L x [rows, H, Q, 128]         f32
     key_gates      L x [rows, H, Q, 256]         bf16
     A_log          [L, H]        f32
     dt_bias        [L, H, 128]   f32
-    source, length, destination        [R]  int32   a request commits if length > 0 and both slots are > 0
+    source, length, destination        [R]  int32   a request commits if length > 0 and both slots
+                                       are > 0
     record_rows    [R]  int32   row of request b's records; b itself for an eager commit
-    boundary_length, boundary_slot     [R]  int32, or None   align: also store the state after this many tokens
-    state_table, corrections_table, key_gates_table   [L, 2]  int64   base address, slot or row stride in elements
+    boundary_length, boundary_slot     [R]  int32, or None   align: also store the state after this
+                                       many tokens
+    state_table, corrections_table, key_gates_table   [L, 2]  int64   base address, slot or row
+                                                      stride in elements
     """
 
     states: tuple[Tensor, ...]
@@ -111,7 +116,8 @@ def _generator(device: torch.device | str, seed: int) -> torch.Generator:
 def _gate_parameters(
     heads: int, inputs: Inputs, g: torch.Generator, device: torch.device | str
 ) -> tuple[Tensor, Tensor]:
-    """A_log [H], dt_bias [D]. model: A in 1..16 as models initialize it, slow to middling decay; generic: both wide."""
+    """A_log [H], dt_bias [D]. model: A in 1..16 as models initialize it, slow to middling decay;
+    generic: both wide."""
     if inputs == "model":
         A_log = torch.empty(heads, device=device).uniform_(1, 16, generator=g).log_()
         dt_bias = torch.empty(heads * HEAD_DIM, device=device).uniform_(-7, -2, generator=g)
@@ -121,7 +127,9 @@ def _gate_parameters(
     return A_log, torch.empty(heads * HEAD_DIM, device=device).normal_(0, 2, generator=g)
 
 
-def _padded(shape: tuple[int, ...], pad: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+def _padded(
+    shape: tuple[int, ...], pad: int, dtype: torch.dtype, device: torch.device | str
+) -> Tensor:
     """An empty tensor whose leading stride exceeds its rows by `pad` elements."""
     row = 1
     for n in shape[1:]:
@@ -146,7 +154,8 @@ def make_step(
     """Fresh random operands of `problem`, slots and record rows in random order, slot 0 never used.
 
     weights        take the layer's weights from these operands instead of drawing new ones
-    pad            elements added to the slot stride of the state and of the records' rows (a multiple of 16)
+    pad            elements added to the slot stride of the state and of the records' rows (a
+                   multiple of 16)
     null_requests  these get slot 0 (the last one -1), and record row -1
     lower_bound    of the log-decays; problem: the problem's
     Raises ValueError for kinds commit and flush: see `make_commit`.
@@ -161,7 +170,9 @@ def make_step(
         return torch.empty(shapes[name], dtype=dtype, device=device).normal_(0, std, generator=g)
 
     projected = normal("projected", 1.0, torch.bfloat16)
-    window = torch.empty(shapes["conv_state"], dtype=torch.bfloat16, device=device).normal_(0, 1, generator=g)
+    window = torch.empty(shapes["conv_state"], dtype=torch.bfloat16, device=device).normal_(
+        0, 1, generator=g
+    )
     if problem.conv_layout == "window-major":
         window = window.transpose(1, 2).contiguous().transpose(1, 2)
     state = _padded(shapes["state"], pad, _TORCH_DTYPE[problem.state_dtype], device)
@@ -180,7 +191,12 @@ def make_step(
         f_b = normal("f_b", HEAD_DIM**-0.5, torch.bfloat16)
         norm_weight = 1 + normal("norm_weight", 0.1, torch.float32)
     else:
-        A_log, dt_bias, conv_weight, bias = weights.A_log, weights.dt_bias, weights.conv_weight, weights.conv_bias
+        A_log, dt_bias, conv_weight, bias = (
+            weights.A_log,
+            weights.dt_bias,
+            weights.conv_weight,
+            weights.conv_bias,
+        )
         f_b, norm_weight = weights.f_b, weights.norm_weight
 
     step = StepOperands(
@@ -217,8 +233,12 @@ def _records(
     problem: Problem, rows: int, pad: int, g: torch.Generator, device: torch.device | str
 ) -> tuple[Tensor, Tensor]:
     H, Q = problem.heads, problem.tokens
-    corrections = _padded((rows, H, Q, HEAD_DIM), pad, torch.float32, device).normal_(0, 0.5, generator=g)
-    key_gates = _padded((rows, H, Q, 2 * HEAD_DIM), pad, torch.bfloat16, device).normal_(0, 1, generator=g)
+    corrections = _padded((rows, H, Q, HEAD_DIM), pad, torch.float32, device).normal_(
+        0, 0.5, generator=g
+    )
+    key_gates = _padded((rows, H, Q, 2 * HEAD_DIM), pad, torch.bfloat16, device).normal_(
+        0, 1, generator=g
+    )
     return corrections, key_gates
 
 
@@ -249,7 +269,9 @@ def make_commit(
     pages = 1 + R * (1 + (not in_place) + align)
     states, corrections, key_gates = [], [], []
     for _ in range(L):
-        state = _padded((pages, H, HEAD_DIM, HEAD_DIM), pad, _TORCH_DTYPE[problem.state_dtype], device)
+        state = _padded(
+            (pages, H, HEAD_DIM, HEAD_DIM), pad, _TORCH_DTYPE[problem.state_dtype], device
+        )
         states.append(state.normal_(0, 0.3, generator=g))
         layer_corrections, layer_key_gates = _records(problem, R, pad, g, device)
         corrections.append(layer_corrections)

@@ -30,7 +30,8 @@ MAX_TOKENS = 8
 
 READ_BYTES_PER_US = 4.39e6
 UPDATE_BYTES_PER_US = 4.23e6
-"""H200 ceilings, measured with CUDA graphs over more than 200 MB: read only, and read + write in place."""
+"""H200 ceilings, measured with CUDA graphs over more than 200 MB: read only, and read + write in
+place."""
 LAUNCH_US = 0.90
 """A tiny kernel in a graph chain on an H200, no programmatic edges."""
 
@@ -44,14 +45,15 @@ def ceil_div(a: int, b: int) -> int:
 
 @dataclass(frozen=True, order=True)
 class Problem:
-    """One step of one layer (kinds decode .. replay), or one commit over `layers` layers (commit, flush).
+    """One step of one layer (kinds decode .. replay), or one commit over `layers` layers (commit,
+    flush).
 
     requests   sequences in the launch
     heads      KDA heads on this GPU
     tokens     tokens per request; for commit and flush the window that was recorded
     layers     layers that one launch covers; more than 1 only for commit and flush
-    pending    tokens to fold per request (replay, flush, commit): a count, or "mix" for all of 0..tokens in turn.
-               None for commit and flush means all `tokens`.
+    pending    tokens to fold per request (replay, flush, commit): a count, or "mix" for all of
+               0..tokens in turn. None for commit and flush means all `tokens`.
     lower_bound   of the log-decays, negative; None: the gate is unbounded
 
     Raises ValueError for sizes or words outside these rules.
@@ -68,9 +70,15 @@ class Problem:
     lower_bound: float | None = -5.0
 
     def __post_init__(self) -> None:
-        for name, allowed in (("kind", KINDS), ("state_dtype", STATE_DTYPES), ("conv_layout", CONV_LAYOUTS)):
+        for name, allowed in (
+            ("kind", KINDS),
+            ("state_dtype", STATE_DTYPES),
+            ("conv_layout", CONV_LAYOUTS),
+        ):
             if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}"
+                )
         for name in ("requests", "heads", "tokens", "layers"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -82,12 +90,20 @@ class Problem:
         if self.kind in _WINDOWS and self.tokens < 2:
             raise ValueError(f"tokens={self.tokens}: kind {self.kind} takes 2..{MAX_TOKENS}")
         if self.layers > 1 and not self.folds_only:
-            raise ValueError(f"layers={self.layers}: only commit and flush cover several layers in a launch")
+            raise ValueError(
+                f"layers={self.layers}: only commit and flush cover several layers in a launch"
+            )
         if self.pending is not None:
             if self.kind not in ("replay", "flush", "commit"):
-                raise ValueError(f"pending={self.pending!r}: kind {self.kind} has no pending tokens")
-            if self.pending != "mix" and not (type(self.pending) is int and 0 <= self.pending <= self.tokens):
-                raise ValueError(f"pending={self.pending!r} must be 'mix' or an integer in 0..{self.tokens}")
+                raise ValueError(
+                    f"pending={self.pending!r}: kind {self.kind} has no pending tokens"
+                )
+            if self.pending != "mix" and not (
+                type(self.pending) is int and 0 <= self.pending <= self.tokens
+            ):
+                raise ValueError(
+                    f"pending={self.pending!r} must be 'mix' or an integer in 0..{self.tokens}"
+                )
         elif self.kind == "replay":
             raise ValueError("kind replay needs pending: a count or 'mix'")
 
@@ -112,7 +128,8 @@ class Problem:
 
     @property
     def window(self) -> int:
-        """W, entries of a convolution window: 3 before a decode, tokens + 2 around a speculative window."""
+        """W, entries of a convolution window: 3 before a decode, tokens + 2 around a speculative
+        window."""
         return self.tokens + 2
 
     @property
@@ -136,7 +153,8 @@ class Problem:
 
     @cached_property
     def pending_counts(self) -> tuple[int, ...]:
-        """Tokens to fold, per request. "mix" goes round 0..tokens, so that all counts meet in one batch."""
+        """Tokens to fold, per request. "mix" goes round 0..tokens, so that all counts meet in one
+        batch."""
         if self.kind not in ("replay", "flush", "commit"):
             return (0,) * self.requests
         if self.pending == "mix":
@@ -149,7 +167,9 @@ class Problem:
         per_request_tokens = sum(self.pending_counts)
         folding = sum(n > 0 for n in self.pending_counts)
         if self.folds_only:
-            return self.layers * self.heads * (folding * self.page_bytes + 1024 * per_request_tokens)
+            return (
+                self.layers * self.heads * (folding * self.page_bytes + 1024 * per_request_tokens)
+            )
         window = 768 * self.window
         item = self.page_bytes + window + 1024 * self.tokens
         weights = HEAD_DIM * HEAD_DIM * 2 + 3 * CONV_WIDTH * HEAD_DIM * 4
@@ -161,7 +181,12 @@ class Problem:
         folding = sum(n > 0 for n in self.pending_counts)
         if self.folds_only:
             return self.layers * self.heads * folding * self.page_bytes
-        pages = {"decode": self.items, "spec": self.items * self.tokens, "record": 0, "replay": self.heads * folding}
+        pages = {
+            "decode": self.items,
+            "spec": self.items * self.tokens,
+            "record": 0,
+            "replay": self.heads * folding,
+        }
         records = 1024 * self.tokens if self.kind in ("record", "replay") else 0
         item = 768 * (self.tokens + 2) + 256 * self.tokens + records
         return pages[self.kind] * self.page_bytes + self.items * item
@@ -182,7 +207,8 @@ class Problem:
 
     @property
     def operand_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of one layer's operands; `slots` below stands for request pages plus the null slot.
+        """Shapes of one layer's operands; `slots` below stands for request pages plus the null
+        slot.
 
         Commit and flush take theirs from `commit_shapes` of the kernels' package.
         """

@@ -1,7 +1,8 @@
-"""The host side of the step kernels: what their plans, refusals, compilations and launches have in common.
+"""The host side of the step kernels: what their plans, refusals, compilations and launches have in
+common.
 
-A variant of a step is a `Spec`, from which its `plan` makes a subclass of `StepPlan`; `build` compiles a kernel for the
-plan, and `enqueue` launches what came of it.
+A variant of a step is a `Spec`, from which its `plan` makes a subclass of `StepPlan`; `build`
+compiles a kernel for the plan, and `enqueue` launches what came of it.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ MOST_CTAS_ALONG_Y = 65_535
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What decides the code of every step kernel. A plan's repr is its key in the cache of binaries.
+    """What decides the code of every step kernel. A plan's repr is its key in the cache of
+    binaries.
 
     threads       of a CTA
-    layout        of the convolution window: rows = dim-first, copied whole; taps = window-major; any = by element
+    layout        of the convolution window: rows = dim-first, copied whole; taps = window-major;
+                  any = by element
     window        most entries of a `rows` window
     streamable    projection and window are read by 16-byte copies
     weight_dtype  of convolution weight and bias
@@ -68,7 +71,8 @@ class StepPlan:
 
     @property
     def history(self) -> int:
-        """Entries kept in front of the inputs: the window's last three, unless it is copied whole."""
+        """Entries kept in front of the inputs: the window's last three, unless it is copied
+        whole."""
         return 0 if self.layout == "rows" else HISTORY
 
     @property
@@ -96,7 +100,8 @@ class StepPlan:
 class Compiled:
     """A step kernel compiled for a plan, and what its launches need to know.
 
-    sms, most_items   of persistent kernels: multiprocessors, and items of a CTA at most (None: no limit)
+    sms, most_items   of persistent kernels: multiprocessors, and items of a CTA at most (None: no
+                      limit)
     """
 
     binary: cubin.Binary
@@ -111,7 +116,8 @@ class Compiled:
 
 
 def not_allowed(choices: Iterable[tuple[str, object, tuple[object, ...]]]) -> str | None:
-    """Of (name, value, allowed values): why the first value that is not allowed is refused, or None."""
+    """Of (name, value, allowed values): why the first value that is not allowed is refused, or
+    None."""
     for name, value, allowed in choices:
         if value not in allowed:
             return f"{name}={value!r} is not one of {', '.join(map(str, allowed))}"
@@ -133,7 +139,8 @@ def grid_refused(problem: Problem) -> str | None:
 
 
 def gate_refused(problem: Problem, least: float | None) -> str | None:
-    """Why a gate of this bound can't be computed, or None. least: of `lower_bound * tokens`; None: any."""
+    """Why a gate of this bound can't be computed, or None. least: of `lower_bound * tokens`; None:
+    any."""
     bound = problem.lower_bound
     if bound is None:
         return "the gate is unbounded"
@@ -148,7 +155,8 @@ def smem_refused(needed: int, most: int) -> str | None:
 
 
 def host_of(kernel: Any, cluster: bool = False, carveout: int | None = 100) -> Any:
-    """What `cubin.build` compiles for a kernel of (arguments, plan): a launch with the plan's threads.
+    """What `cubin.build` compiles for a kernel of (arguments, plan): a launch with the plan's
+    threads.
 
     cluster    launched in clusters of the plan's `cluster` CTAs
     carveout   per cent of an SM's memory asked for as shared memory; None: not asked
@@ -191,13 +199,21 @@ def build(host: Callable[..., None], plan: Any, spec: Any, gpu: Gpu) -> Compiled
 
 
 def enqueue(
-    variant: str, compiled: Compiled, operands: StepOperands, stream: int, grid: tuple[int, int, int], per: int = 0
+    variant: str,
+    compiled: Compiled,
+    operands: StepOperands,
+    stream: int,
+    grid: tuple[int, int, int],
+    per: int = 0,
 ) -> None:
-    """Launch a step once. per: `Arguments.per`. Raises ValueError, naming the operand, for operands that don't fit."""
+    """Launch a step once. per: `Arguments.per`. Raises ValueError, naming the operand, for operands
+    that don't fit."""
     plan = compiled.plan
     arguments.check(variant, plan, operands)
     assert operands.lower_bound is not None
     least = plan.least_log_gate
     if least is not None and not operands.lower_bound * plan.tokens >= least:
         raise ValueError(f"lower_bound={operands.lower_bound} is too low for {plan.tokens} tokens")
-    cubin.launcher(compiled.binary).launch(grid, arguments.values(operands, per), stream, compiled.pdl)
+    cubin.launcher(compiled.binary).launch(
+        grid, arguments.values(operands, per), stream, compiled.pdl
+    )

@@ -1,14 +1,15 @@
 """The walk of persistent CTAs over items, and its division into runs.
 
-Blocks of as many requests as a run has items; in a block, head by head. Consecutive items of a run so
-share a head, and neighbouring runs are at neighbouring heads of one request at a time. Divisions:
+Blocks of as many requests as a run has items; in a block, head by head. Consecutive items of a run
+so share a head, and neighbouring runs are at neighbouring heads of one request at a time.
+Divisions:
   PLAIN    a run is that of one CTA
   HALVED   a run is that of two CTAs, in halves
-  BY_HEAD  as HALVED, or, where there are SMs enough, runs end where a head's block ends, for a change
-           of heads takes about as long as half an item
-A division has two sides that must agree: on the host `runs` says how many CTAs are launched and what
-`Arguments.per` is; from both, in the kernel, `first` tells a CTA its first item and how many it has.
-From there `next_item` leads on, in all divisions.
+  BY_HEAD  as HALVED, or, where there are SMs enough, runs end where a head's block ends, for a
+           change of heads takes about as long as half an item
+A division has two sides that must agree: on the host `runs` says how many CTAs are launched and
+what `Arguments.per` is; from both, in the kernel, `first` tells a CTA its first item and how many
+it has. From there `next_item` leads on, in all divisions.
 
 `Arguments.per` is the items of a run, negated where runs end with a head's block. Nobody but this
 module knows.
@@ -57,8 +58,8 @@ class Runs(NamedTuple):
 
 
 def schedule(items: int, ctas: int, least: int = 1) -> tuple[int, int]:
-    """Items of a run that one CTA has, at least `least` and the same for all but the last, and CTAs, at
-    most `ctas`.
+    """Items of a run that one CTA has, at least `least` and the same for all but the last, and
+    CTAs, at most `ctas`.
 
     Raises ValueError if a count is below one.
     """
@@ -76,8 +77,8 @@ def _plain(heads: int, requests: int, ctas: int, least: int = 1) -> Runs:
 def _halved(heads: int, requests: int, sms: int, most: int | None = None) -> Runs:
     """Two CTAs per SM, or more if each takes `most` items at most.
 
-    So no SM has more than its part of the items, rounded up; of two CTAs with as many as each other,
-    that may be one more. Raises ValueError if a count is below one.
+    So no SM has more than its part of the items, rounded up; of two CTAs with as many as each
+    other, that may be one more. Raises ValueError if a count is below one.
     """
     if most is not None and most < 1:
         raise ValueError(f"counts must be >= 1: {most=}")
@@ -90,10 +91,11 @@ def _halved(heads: int, requests: int, sms: int, most: int | None = None) -> Run
 
 
 def _by_head(heads: int, requests: int, sms: int, most: int | None = None) -> Runs:
-    """As `_halved`, or, where there are SMs enough, runs of a head: of a CTA each, or of two if there are
-    more CTAs than runs.
+    """As `_halved`, or, where there are SMs enough, runs of a head: of a CTA each, or of two if
+    there are more CTAs than runs.
 
-    No SM has more than its part of the items, rounded up. Raises ValueError if a count is below one.
+    No SM has more than its part of the items, rounded up. Raises ValueError if a count is below
+    one.
     """
     if min(heads, requests) < 1:
         raise ValueError(f"counts must be >= 1: {heads=} {requests=}")
@@ -113,27 +115,33 @@ def _by_head(heads: int, requests: int, sms: int, most: int | None = None) -> Ru
 
 
 @cute.jit
-def _first_of_run(cta: Int32, ctas: Int32, per: Int32, heads: Int32, requests: Int32) -> tuple[Item, Int32]:
+def _first_of_run(
+    cta: Int32, ctas: Int32, per: Int32, heads: Int32, requests: Int32
+) -> tuple[Item, Int32]:
     begin = cta * per
     return item_at(begin, per, heads, requests), min(per, heads * requests - begin)
 
 
 @cute.jit
-def _first_of_half(cta: Int32, ctas: Int32, per: Int32, heads: Int32, requests: Int32) -> tuple[Item, Int32]:
+def _first_of_half(
+    cta: Int32, ctas: Int32, per: Int32, heads: Int32, requests: Int32
+) -> tuple[Item, Int32]:
     begin, count = half_of(cta, ctas, per, heads * requests)
     return item_at(begin, per, heads, requests), count
 
 
 @cute.jit
-def _first_of_part(cta: Int32, ctas: Int32, per: Int32, heads: Int32, requests: Int32) -> tuple[Item, Int32]:
+def _first_of_part(
+    cta: Int32, ctas: Int32, per: Int32, heads: Int32, requests: Int32
+) -> tuple[Item, Int32]:
     begin, count = part_of(cta, ctas, per, heads, requests)
     return item_at(begin, max(per, -per), heads, requests), count
 
 
 @cute.jit
 def half_of(cta: Int32, ctas: Int32, per: Int32, items: Int32) -> tuple[Int32, Int32]:
-    """Of runs in halves: where a CTA begins, and its items. The second halves belong to the last CTAs:
-    those that come when each SM has one.
+    """Of runs in halves: where a CTA begins, and its items. The second halves belong to the last
+    CTAs: those that come when each SM has one.
     """
     runs = ctas
     if per > 1:
@@ -145,7 +153,9 @@ def half_of(cta: Int32, ctas: Int32, per: Int32, items: Int32) -> tuple[Int32, I
 
 
 @cute.jit
-def part_of(cta: Int32, ctas: Int32, per: Int32, heads: Int32, requests: Int32) -> tuple[Int32, Int32]:
+def part_of(
+    cta: Int32, ctas: Int32, per: Int32, heads: Int32, requests: Int32
+) -> tuple[Int32, Int32]:
     """Where a CTA begins, and its items, of runs as `_by_head` has them."""
     begin, count = half_of(cta, ctas, per, heads * requests)
     if per < 0:
@@ -205,7 +215,8 @@ class Division(NamedTuple):
     """A way to divide the items, heads x requests, among CTAs.
 
     runs    (heads, requests, sms, ...): `Runs`
-    first   (cta, ctas, per, heads, requests), in the kernel: a CTA's first item, and how many it has
+    first   (cta, ctas, per, heads, requests), in the kernel: a CTA's first item, and how many it
+            has
     """
 
     runs: Callable[..., Runs]

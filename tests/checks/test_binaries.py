@@ -1,4 +1,5 @@
-"""The manifest of binaries: written, read, compared; and the committed one against today's sources."""
+"""The manifest of binaries: written, read, compared; and the committed one against today's
+sources."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def manifest(**changes: Any) -> Manifest:
         "arch": "sm_90a",
         "compiler": "4.8.1 cu13",
         "written": {"KdaWide": "sha256:0"},
-        "binaries": {"KdaWide": {"decode q1 fp32 dim-first": "0a", "decode q1 bf16 dim-first": "0b"}},
+        "binaries": {
+            "KdaWide": {"decode q1 fp32 dim-first": "0a", "decode q1 bf16 dim-first": "0b"}
+        },
     }
     return Manifest(**plain | changes)
 
@@ -51,7 +54,14 @@ def test_written_and_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [None, "", "[]", "{}", '{"arch": "sm_90a"}', json.dumps(vars(manifest()) | {"binaries": {"KdaWide": {"a": 1}}})],
+    [
+        None,
+        "",
+        "[]",
+        "{}",
+        '{"arch": "sm_90a"}',
+        json.dumps(vars(manifest()) | {"binaries": {"KdaWide": {"a": 1}}}),
+    ],
 )
 def test_what_is_no_manifest_is_refused_by_name(tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "sm_90a.json"
@@ -89,15 +99,25 @@ def test_names_are_of_what_decides_a_binary() -> None:
     assert binaries.name(plain) == "record q8 fp32 dim-first form=chunked"
     other = Case("KdaWide", (("form", "chunked"), ("pdl", False)), Problem("record", 1, 12, 8))
     assert binaries.name(other) == binaries.name(plain)
-    assert binaries.name(Case("KdaWide", (("form", "chunked"), ("gate_mode", 1)), of)) != binaries.name(plain)
+    assert binaries.name(
+        Case("KdaWide", (("form", "chunked"), ("gate_mode", 1)), of)
+    ) != binaries.name(plain)
 
 
 def test_what_was_measured_is_named_too() -> None:
-    cell, candidate = Cell("record", 7, 24, 8), Candidate.of("KdaWide", {"form": "chunked", "evict": True})
+    cell, candidate = (
+        Cell("record", 7, 24, 8),
+        Candidate.of("KdaWide", {"form": "chunked", "evict": True}),
+    )
     measured = [
         synthetic.measurement(cell, candidate, [5.0]),
         synthetic.measurement(
-            cell, Candidate.of("KdaWide", {"evict": True}), (), status="unsupported", reason="no", code=""
+            cell,
+            Candidate.of("KdaWide", {"evict": True}),
+            (),
+            status="unsupported",
+            reason="no",
+            code="",
         ),
     ]
     extra = binaries.named("KdaWide", measured).keys() - binaries.named("KdaWide").keys()
@@ -106,10 +126,17 @@ def test_what_was_measured_is_named_too() -> None:
 
 
 def test_a_manifest_is_made_of_rows_and_keeps_the_variants_that_were_not_asked_for() -> None:
-    known = manifest(compiler=cubin.toolchain(), written={"KdaWS": "sha256:1"}, binaries={"KdaWS": {"decode": "0e"}})
+    known = manifest(
+        compiler=cubin.toolchain(),
+        written={"KdaWS": "sha256:1"},
+        binaries={"KdaWS": {"decode": "0e"}},
+    )
     rows = {"KdaWide": row("decode q1 fp32 dim-first", "0c") | row("record", "", "DSLError: no")}
     made, failed = binaries.made("sm_90a", rows, known)
-    assert made.binaries == {"KdaWS": {"decode": "0e"}, "KdaWide": {"decode q1 fp32 dim-first": "0c"}}
+    assert made.binaries == {
+        "KdaWS": {"decode": "0e"},
+        "KdaWide": {"decode q1 fp32 dim-first": "0c"},
+    }
     assert made.written == {"KdaWS": "sha256:1", "KdaWide": variants.digest("KdaWide")}
     assert failed == [("KdaWide record", "DSLError: no")]
     of_another_compiler = manifest(compiler="4.8.0 cu12")
@@ -137,14 +164,18 @@ def test_sources_say_what_they_said_when_the_manifest_was_made(path: Path) -> No
     assert found.arch == path.stem
     assert found.binaries.keys() == set(OURS)
     stale = binaries.unproven(found, OURS)
-    assert stale == [], f"kdabench binaries --check --arch {found.arch}; then, if that is meant, without --check"
+    assert stale == [], (
+        f"kdabench binaries --check --arch {found.arch}; then, if that is meant, without --check"
+    )
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
 def test_every_binary_that_is_verified_or_compiled_is_named(path: Path) -> None:
     found = binaries.read(path)
     for name in OURS:
-        supported = {key for key, case in binaries.named(name).items() if _supported(case, found.arch)}
+        supported = {
+            key for key, case in binaries.named(name).items() if _supported(case, found.arch)
+        }
         assert supported <= found.binaries[name].keys()
 
 
@@ -152,7 +183,9 @@ def _supported(case: Case, arch: str) -> bool:
     from kda_kernels.device.gpu import Gpu
 
     options = variants.make_spec(case.variant, dict(case.choices))
-    return variants.load(case.variant).unsupported(case.problem, options, Gpu(arch, build.SMS)) is None
+    return (
+        variants.load(case.variant).unsupported(case.problem, options, Gpu(arch, build.SMS)) is None
+    )
 
 
 def test_a_sample_of_the_binaries_is_what_the_manifest_says() -> None:

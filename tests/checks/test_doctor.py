@@ -20,14 +20,18 @@ def found(results: Path) -> dict[str, doctor.Finding]:
 
 def test_this_machine(tmp_path: Path) -> None:
     findings = found(tmp_path)
-    assert {"python", "torch", "triton", "nvidia-cutlass-dsl", "kernel cache", "results"} <= set(findings)
+    assert {"python", "torch", "triton", "nvidia-cutlass-dsl", "kernel cache", "results"} <= set(
+        findings
+    )
     assert findings["python"].state == "ok"
     assert findings["results"].state == "absent"
     for finding in findings.values():
         assert (finding.repair is not None) == (finding.state == "missing"), finding
 
 
-def test_without_a_gpu_nothing_needed_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_nothing_needed_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(doctor, "_nvml_devices", list)
     assert found(tmp_path)["gpu"].state == "absent"
 
@@ -52,7 +56,11 @@ def test_missing_and_broken_packages(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return version(name)
 
     def broken(name: str) -> Any:
-        raise ImportError("libfoo.so: cannot open\nmore") if name == "pandas" else ModuleNotFoundError(name)
+        raise (
+            ImportError("libfoo.so: cannot open\nmore")
+            if name == "pandas"
+            else ModuleNotFoundError(name)
+        )
 
     monkeypatch.setattr(metadata, "version", without_triton)
     monkeypatch.setattr(doctor.importlib, "import_module", broken)
@@ -99,10 +107,12 @@ def test_verified_results(tmp_path: Path) -> None:
     manifest(tmp_path)
     assert found().state == "ok"
     assert verified(tmp_path, {}).state == "missing"
-    assert found(current | {"stock": current["stock"] | {"failed": [{"verdict": "out differs"}]}}).found == (
-        "failing cases: stock"
+    assert found(
+        current | {"stock": current["stock"] | {"failed": [{"verdict": "out differs"}]}}
+    ).found == ("failing cases: stock")
+    assert (
+        "KdaSplit" in found(current | {"KdaSplit": {"binaries": ["another"], "failed": []}}).found
     )
-    assert "KdaSplit" in found(current | {"KdaSplit": {"binaries": ["another"], "failed": []}}).found
     manifest(tmp_path, KdaWide="sha256:0")
     assert found().found == "sources changed since the manifest of binaries: KdaWide"
     assert found().repair == "kdabench binaries --check --arch sm_90a"

@@ -1,4 +1,5 @@
-"""results/*/verified.json speaks of the kernels as they are now: who changes a kernel verifies it on a GPU again.
+"""results/*/verified.json speaks of the kernels as they are now: who changes a kernel verifies it
+on a GPU again.
 
 A variant with failed cases, or one that held.json keeps back for another reason, is in no policy.
 """
@@ -38,7 +39,9 @@ def test_every_variant_was_verified_as_it_stands(path: Path, name: str) -> None:
     assert found["passed"] > 0
     gpu = Gpu(binaries.arch_of(content["env"]), content["env"]["sms"])
     stale = verify.stale(name, found, _manifest(gpu.arch), gpu)
-    assert stale == [], f"{len(stale)} binaries or launches are not as verified: kdabench verify --variant {name}"
+    assert stale == [], (
+        f"{len(stale)} binaries or launches are not as verified: kdabench verify --variant {name}"
+    )
     assert found["failed"] == [] or name in emit.held(path.parent)
 
 
@@ -52,7 +55,9 @@ def test_every_measurement_is_of_a_binary_and_a_launch_of_today(path: Path) -> N
     gpu = Gpu(binaries.arch_of(content["env"]), content["env"]["sms"])
     manifest, wrong, checked = _manifest(gpu.arch), [], set()
     measured = (
-        measurement for file in sorted(path.parent.glob("*.jsonl")) for measurement in measurements.load([file])
+        measurement
+        for file in sorted(path.parent.glob("*.jsonl"))
+        for measurement in measurements.load([file])
     )
     for measurement in measured:
         variant, problem = measurement.candidate.variant, measurement.cell.problem

@@ -84,7 +84,12 @@ def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
     environment |= options.pop("env", {})
     command = [sys.executable, "-m", "kdabench", *arguments]
     return subprocess.Popen(
-        command, text=True, env=environment, stderr=subprocess.PIPE, preexec_fn=_heed_interrupts, **options
+        command,
+        text=True,
+        env=environment,
+        stderr=subprocess.PIPE,
+        preexec_fn=_heed_interrupts,
+        **options,
     )
 
 
@@ -133,7 +138,10 @@ def test_every_command_has_help_with_examples(kdabench: Any, command: str) -> No
         (["sweep", "sweeps/dispach.toml"], "did you mean sweeps/dispatch.toml?"),
         (["run", "dispatch"], "did you mean sweeps/dispatch.toml?"),
         (["sweep", "sweeps/dispatch.toml", "--device", "cuda"], "0 CUDA devices"),
-        (["sweep", "sweeps/dispatch.toml", "--device", "tpu"], "one of auto, cuda, cuda:INDEX, replay, replay:DEVICE"),
+        (
+            ["sweep", "sweeps/dispatch.toml", "--device", "tpu"],
+            "one of auto, cuda, cuda:INDEX, replay, replay:DEVICE",
+        ),
         (["sweep", "sweeps/dispatch.toml", "--device", "replay:other"], "synthetic-one"),
         (["sweep", "sweeps/dispatch.toml", "--results", "nowhere"], "no GPU found"),
         (["fit", "other"], "recorded: synthetic-one"),
@@ -141,7 +149,10 @@ def test_every_command_has_help_with_examples(kdabench: Any, command: str) -> No
         (["fit", "nothing.jsonl"], "nothing.jsonl"),
         (["emit", SLUG, "--format", "yaml"], "'yaml': one of module, json, constants"),
         (["emit", "../etc"], "'../etc'"),
-        (["choose", "--heads", "12", "--requests", "4", "--device", SLUG], "kdabench emit synthetic-one"),
+        (
+            ["choose", "--heads", "12", "--requests", "4", "--device", SLUG],
+            "kdabench emit synthetic-one",
+        ),
         (["choose", "--heads", "x", "--requests", "4"], "'--heads'"),
         (["choose", "--requests", "4"], "'--heads'"),
         (["show", "nothing"], "recorded: synthetic-one"),
@@ -157,14 +168,22 @@ def test_every_command_has_help_with_examples(kdabench: Any, command: str) -> No
             ["compile", "--variant", "Kda"],
             "'Kda': one of KdaSplit, KdaWide, KdaStream, KdaWS, KdaFused, KdaFusedWS, KdaCommit, stock",
         ),
-        (["binaries", "--check"], "kernels/manifests/sm_90a.json: no such manifest; write it: kdabench binaries"),
+        (
+            ["binaries", "--check"],
+            "kernels/manifests/sm_90a.json: no such manifest; write it: kdabench binaries",
+        ),
         (["binaries", "--arch", "sm_80"], "'sm_80': one of sm_90a, sm_100a, sm_103a"),
         (["binaries", "--sample", "3"], "--sample: only with --check"),
-        (["binaries", "--check", "--manifest", "sweeps/dispatch.toml"], "dispatch.toml: no manifest of binaries"),
+        (
+            ["binaries", "--check", "--manifest", "sweeps/dispatch.toml"],
+            "dispatch.toml: no manifest of binaries",
+        ),
         (["verify"], "needs an NVIDIA GPU"),
     ],
 )
-def test_mistakes_are_one_line_and_status_2(kdabench: Any, arguments: list[str], expected: str) -> None:
+def test_mistakes_are_one_line_and_status_2(
+    kdabench: Any, arguments: list[str], expected: str
+) -> None:
     status, out, err = kdabench(*arguments)
     assert (status, out) == (2, "")
     assert expected in one_line(err)
@@ -180,7 +199,9 @@ def test_mistakes_are_one_line_and_status_2(kdabench: Any, arguments: list[str],
         (SWEEP.replace('"stock", ', '"stock", "KdaNone", '), "KdaNone"),
     ],
 )
-def test_a_bad_sweep_file_names_file_key_value_and_rule(kdabench: Any, work: Path, text: str, expected: str) -> None:
+def test_a_bad_sweep_file_names_file_key_value_and_rule(
+    kdabench: Any, work: Path, text: str, expected: str
+) -> None:
     (work / "bad.toml").write_text(text)
     status, out, err = kdabench("sweep", "bad.toml")
     assert (status, out) == (2, "")
@@ -216,7 +237,12 @@ def test_sweep_replays_and_says_so_first(kdabench: Any) -> None:
     assert "\x1b" not in err
     status, out, _ = kdabench("sweep", "sweeps/dispatch.toml", "--json")
     summary = json.loads(out)
-    assert (status, summary["replay"], summary["done"], summary["without_winner"]) == (0, True, 40, [])
+    assert (status, summary["replay"], summary["done"], summary["without_winner"]) == (
+        0,
+        True,
+        40,
+        [],
+    )
     status, _, err = kdabench("export", "sweeps/dispatch.toml")
     assert status == 2
     assert "never exported as a measurement" in one_line(err)
@@ -226,7 +252,10 @@ def test_sweep_dry_run(kdabench: Any, work: Path) -> None:
     status, out, _ = kdabench("sweep", "sweeps/dispatch.toml", "--dry-run")
     assert status == 0
     assert out.startswith("20 cells x 9 candidates x 2 processes")
-    assert json.loads(kdabench("sweep", "sweeps/dispatch.toml", "--dry-run", "--json")[1])["cells"] == 20
+    assert (
+        json.loads(kdabench("sweep", "sweeps/dispatch.toml", "--dry-run", "--json")[1])["cells"]
+        == 20
+    )
     assert not (work / "out").exists()
 
 
@@ -234,7 +263,10 @@ def test_cells_without_a_result_are_a_finding(kdabench: Any, work: Path) -> None
     path = work / "results" / SLUG / "dispatch.jsonl"
     made = measurements.load([path])
     broken = made[0].cell
-    made = [synthetic.failed(r.cell, r.candidate, process=r.process) if r.cell == broken else r for r in made]
+    made = [
+        synthetic.failed(r.cell, r.candidate, process=r.process) if r.cell == broken else r
+        for r in made
+    ]
     measurements.dump(made, path)
     status, _, err = kdabench("sweep", "sweeps/dispatch.toml")
     assert status == 1
@@ -246,7 +278,10 @@ def test_run_writes_everything_and_labels_a_replay(kdabench: Any, work: Path) ->
     status, out, _ = kdabench("run", "sweeps/dispatch.toml")
     assert status == 0
     lines = out.splitlines()
-    assert lines[0] == f"no GPU found: replaying the recorded measurements of SYNTHETIC ONE (results/{SLUG})"
+    assert (
+        lines[0]
+        == f"no GPU found: replaying the recorded measurements of SYNTHETIC ONE (results/{SLUG})"
+    )
     folder = work / "out" / "dispatch"
     report = (folder / "regret.txt").read_text()
     assert report.splitlines()[0] == "dispatch on SYNTHETIC ONE: REPLAY of recorded measurements"
@@ -256,7 +291,9 @@ def test_run_writes_everything_and_labels_a_replay(kdabench: Any, work: Path) ->
     assert {path.name for path in (folder / "plots").iterdir()} == {
         "decode-q1.svg", "decode-q1.png", "record-q4.svg", "record-q4.png",
     }  # fmt: skip
-    assert {path: path.read_bytes() for path in (work / "results").rglob("*") if path.is_file()} == before
+    assert {
+        path: path.read_bytes() for path in (work / "results").rglob("*") if path.is_file()
+    } == before
     status, out, _ = kdabench("run", "sweeps/dispatch.toml", "--json")
     found = json.loads(out)
     assert (status, found["replay"], found["why_no_policy"]) == (0, True, None)
@@ -280,18 +317,27 @@ def test_fit_emit_check_choose(kdabench: Any, work: Path, monkeypatch: pytest.Mo
     status, out, _ = kdabench("fit", SLUG)
     assert status == 0
     assert "stock never takes decode" in out
-    assert json.loads(kdabench("fit", f"results/{SLUG}/dispatch.jsonl", "--json")[1])["policy"]["SMS"] == 100
+    assert (
+        json.loads(kdabench("fit", f"results/{SLUG}/dispatch.jsonl", "--json")[1])["policy"]["SMS"]
+        == 100
+    )
     status, out, _ = kdabench("check")
     assert status == 1
     assert out.splitlines()[-1] == f"stale: policies/synthetic_one.py; repair: kdabench emit {SLUG}"
     assert kdabench("emit", SLUG, "--diff")[0] == 0
     assert not (work / "policies").exists()
     status, out, _ = kdabench("emit", SLUG)
-    assert out.splitlines() == [f"results/{SLUG}/policy.py: written", "policies/synthetic_one.py: written"]
+    assert out.splitlines() == [
+        f"results/{SLUG}/policy.py: written",
+        "policies/synthetic_one.py: written",
+    ]
     assert kdabench("emit", SLUG)[1].count("as it was") == 2
     assert kdabench("emit", SLUG, "--diff")[1] == ""
     assert json.loads(kdabench("emit", SLUG, "--format", "json")[1])["SMS"] == 100
-    assert kdabench("emit", SLUG, "--format", "module")[1] == (work / "policies" / "synthetic_one.py").read_text()
+    assert (
+        kdabench("emit", SLUG, "--format", "module")[1]
+        == (work / "policies" / "synthetic_one.py").read_text()
+    )
     assert kdabench("check") == (0, "1 recorded device: all generated modules current\n", "")
     assert kdabench("check", "--json") == (0, "[]\n", "")
     step = ("choose", "--device", SLUG, "--heads", "12", "--requests", "1")
@@ -325,7 +371,9 @@ def test_a_measured_journal_is_exported_and_merged(kdabench: Any, work: Path) ->
     from kdabench.measure.journal import Journal
 
     plan = inputs.load_sweep(work / "sweeps" / "dispatch.toml", 100)
-    made = [r for r in measurements.load([work / "results" / SLUG / "dispatch.jsonl"]) if r.process == 0][:18]
+    made = [
+        r for r in measurements.load([work / "results" / SLUG / "dispatch.jsonl"]) if r.process == 0
+    ][:18]
     for name in ("out/dispatch.db", "other.db"):
         with Journal.open(work / name, plan.digest, plan.question) as journal:
             env = journal.add_env(synthetic.ENV)
@@ -333,11 +381,16 @@ def test_a_measured_journal_is_exported_and_merged(kdabench: Any, work: Path) ->
                 start = made.index(r) % 9 * len(r.samples_us)
                 for index, us in enumerate(r.samples_us):
                     journal.add_round(r.cell, 0, start + index, [(r.candidate, us, None, None)])
-                journal.set_outcome(r.cell, 0, r.candidate, "ok", None, 1, r.bytes_moved, r.code, env, {})
+                journal.set_outcome(
+                    r.cell, 0, r.candidate, "ok", None, 1, r.bytes_moved, r.code, env, {}
+                )
     status, out, _ = kdabench("export", "sweeps/dispatch.toml", "--results", "elsewhere")
     assert (status, out) == (0, f"18 records in elsewhere/{SLUG}/dispatch.jsonl\n")
     assert kdabench("merge", "out/dispatch.db", "other.db", "--to", "all.db")[0] == 0
-    assert [row["records"] for row in json.loads(kdabench("show", "all.db", "--json")[1])] == [16, 2]
+    assert [row["records"] for row in json.loads(kdabench("show", "all.db", "--json")[1])] == [
+        16,
+        2,
+    ]
 
 
 def test_doctor(kdabench: Any) -> None:
@@ -360,21 +413,29 @@ def test_compile_reports_rows_and_failures(kdabench: Any, monkeypatch: pytest.Mo
     status, out, err = kdabench("compile")
     assert (status, err) == (0, "")
     assert "70000" in out
-    rows += [build.Row(case, "sm_90a", "DSLError: no"), build.Row(case, "sm_90a", None, 255, 16, 0, 128, 1, 2, 1.0)]
+    rows += [
+        build.Row(case, "sm_90a", "DSLError: no"),
+        build.Row(case, "sm_90a", None, 255, 16, 0, 128, 1, 2, 1.0),
+    ]
     status, out, err = kdabench("compile", "--json")
     assert (status, len(json.loads(out))) == (1, 3)
     assert "DSLError: no" in err.splitlines()[0]
     assert "spills: 16 bytes" in err.splitlines()[1]
 
 
-def test_binaries_are_written_compared_and_named(kdabench: Any, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_binaries_are_written_compared_and_named(
+    kdabench: Any, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from kda_kernels import build
 
     changed: set[str] = set()
 
     def compile_all(cases: Any, jobs: int, listener: Any) -> list[build.Row]:
         digests = ["b" * 16 if case.problem.kind in changed else "a" * 16 for case, _ in cases]
-        return [build.Row(c, arch, None, digest=digest) for (c, arch), digest in zip(cases, digests, strict=True)]
+        return [
+            build.Row(c, arch, None, digest=digest)
+            for (c, arch), digest in zip(cases, digests, strict=True)
+        ]
 
     monkeypatch.setattr(build, "compile_all", compile_all)
     ours = ("binaries", "--variant", "KdaCommit")
@@ -404,7 +465,9 @@ def test_binaries_are_written_compared_and_named(kdabench: Any, work: Path, monk
 
 
 def test_a_reader_that_leaves_is_no_error(work: Path) -> None:
-    writer = start("show", f"results/{SLUG}/dispatch.jsonl", "--kind", "decode", stdout=subprocess.PIPE)
+    writer = start(
+        "show", f"results/{SLUG}/dispatch.jsonl", "--kind", "decode", stdout=subprocess.PIPE
+    )
     assert writer.stdout is not None
     writer.stdout.close()
     assert writer.stderr is not None
@@ -418,7 +481,9 @@ def test_interrupt_keeps_finished_work(work: Path) -> None:
     (work / "sitecustomize.py").write_text(slow)
     path = os.pathsep.join([str(work), str(ROOT), str(ROOT / "kernels")])
     command = ("sweep", "sweeps/dispatch.toml", "--device", f"replay:{SLUG}")
-    running = start(*command, stdout=subprocess.DEVNULL, env={"PYTHONPATH": path}, start_new_session=True)
+    running = start(
+        *command, stdout=subprocess.DEVNULL, env={"PYTHONPATH": path}, start_new_session=True
+    )
     assert running.stderr is not None
     assert running.stderr.readline() == "40 cells and processes\n"
     time.sleep(2)

@@ -55,7 +55,17 @@ def test_parse() -> None:
     assert devices.parse("cuda:3") == Choice("cuda", index=3)
     assert devices.parse("replay") == Choice("replay")
     assert devices.parse("replay:nvidia-h200") == Choice("replay", device="nvidia-h200")
-    for bad in ("", "gpu", "auto:1", "cuda:", "cuda:-1", "cuda:x", "replay:", "replay:../x", "cuda:９"):
+    for bad in (
+        "",
+        "gpu",
+        "auto:1",
+        "cuda:",
+        "cuda:-1",
+        "cuda:x",
+        "replay:",
+        "replay:../x",
+        "cuda:９",
+    ):
         with pytest.raises(DeviceError, match="device: "):
             devices.parse(bad)
 

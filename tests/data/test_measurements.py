@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from kda_kernels.problem import CONV_LAYOUTS, STATE_DTYPES
 from kdabench.data import measurements, provenance
-from kdabench.data.measurements import CONTEXTS, INPUTS, STATUSES, Candidate, Cell, Measurement, MeasurementError
+from kdabench.data.measurements import (
+    CONTEXTS,
+    INPUTS,
+    STATUSES,
+    Candidate,
+    Cell,
+    Measurement,
+    MeasurementError,
+)
 from kdabench.data.provenance import ProvenanceError, ProvenanceWarning
 from support import synthetic
 
@@ -21,10 +29,15 @@ CELL = Cell("decode", 4, 12)
 
 @st.composite
 def cells(draw: st.DrawFn) -> Cell:
-    kind, tokens = draw(st.sampled_from([("decode", 1), ("spec", 4), ("record", 8), ("replay", 2), ("commit", 3)]))
+    kind, tokens = draw(
+        st.sampled_from([("decode", 1), ("spec", 4), ("record", 8), ("replay", 2), ("commit", 3)])
+    )
     pending = draw(st.sampled_from(["mix", 0, tokens])) if kind in ("replay", "commit") else None
     layers = draw(st.integers(1, 100)) if kind == "commit" else 1
-    axes = [draw(st.sampled_from(words)) for words in (STATE_DTYPES, CONV_LAYOUTS, CONTEXTS, ("cold", "warm"), INPUTS)]
+    axes = [
+        draw(st.sampled_from(words))
+        for words in (STATE_DTYPES, CONV_LAYOUTS, CONTEXTS, ("cold", "warm"), INPUTS)
+    ]
     requests, heads = draw(st.integers(1, 10**6)), draw(st.integers(1, 200))
     return Cell(kind, requests, heads, tokens, layers, axes[0], pending, *axes[1:])  # type: ignore[arg-type]
 
@@ -33,18 +46,26 @@ def cells(draw: st.DrawFn) -> Cell:
 def any_measurements(draw: st.DrawFn) -> Measurement:
     status = draw(st.sampled_from(STATUSES))
     sizes = {"ok": (1, 9), "unstable": (0, 9)}.get(status, (0, 0))
-    samples = draw(st.lists(st.floats(0, 1e12, exclude_min=True), min_size=sizes[0], max_size=sizes[1]))
+    samples = draw(
+        st.lists(st.floats(0, 1e12, exclude_min=True), min_size=sizes[0], max_size=sizes[1])
+    )
     count = len(samples)
     values = st.one_of(st.integers(), st.booleans(), st.text())
     return Measurement(
         cell=draw(cells()),
-        candidate=Candidate.of(draw(st.text(min_size=1)), draw(st.dictionaries(st.text(), values, max_size=3))),
+        candidate=Candidate.of(
+            draw(st.text(min_size=1)), draw(st.dictionaries(st.text(), values, max_size=3))
+        ),
         status=status,
-        reason=draw(st.text(min_size=1)) if status != "ok" else draw(st.none() | st.text(min_size=1)),
+        reason=draw(st.text(min_size=1))
+        if status != "ok"
+        else draw(st.none() | st.text(min_size=1)),
         process=draw(st.integers(0, 99)),
         samples_us=tuple(samples),
         rounds=tuple(sorted(draw(st.lists(st.integers(0, 999), min_size=count, max_size=count)))),
-        sm_clock_mhz=tuple(draw(st.lists(st.none() | st.integers(0, 3000), min_size=count, max_size=count))),
+        sm_clock_mhz=tuple(
+            draw(st.lists(st.none() | st.integers(0, 3000), min_size=count, max_size=count))
+        ),
         throttled=tuple(draw(st.lists(st.none() | st.booleans(), min_size=count, max_size=count))),
         unique_bytes=draw(st.integers(0)),
         bytes_moved=draw(st.integers(0)),
@@ -61,8 +82,14 @@ def test_lines_round_trip(measurement: Measurement) -> None:
     assert measurements.dumps([Measurement.from_json(json.loads(line))]) == line
 
 
-@given(st.lists(any_measurements(), max_size=5).flatmap(lambda rs: st.tuples(st.just(rs), st.permutations(rs))))
-def test_the_order_of_records_does_not_show(pair: tuple[list[Measurement], list[Measurement]]) -> None:
+@given(
+    st.lists(any_measurements(), max_size=5).flatmap(
+        lambda rs: st.tuples(st.just(rs), st.permutations(rs))
+    )
+)
+def test_the_order_of_records_does_not_show(
+    pair: tuple[list[Measurement], list[Measurement]],
+) -> None:
     assert measurements.dumps(pair[0]) == measurements.dumps(pair[1])
 
 
@@ -124,13 +151,17 @@ def test_missing_keys_are_refused(key: str) -> None:
         Measurement.from_json({k: v for k, v in GOOD.items() if k != key})
 
 
-@pytest.mark.parametrize("text", ["NaN", "[Infinity]", '{"a": 1, "a": 2}', "", "{", "[" * 100_000, "1e", "9" * 5000])
+@pytest.mark.parametrize(
+    "text", ["NaN", "[Infinity]", '{"a": 1, "a": 2}', "", "{", "[" * 100_000, "1e", "9" * 5000]
+)
 def test_lax_json_is_refused(text: str) -> None:
     with pytest.raises(MeasurementError, match=r"^here: not strict JSON"):
         measurements.parse_json(text, "here")
 
 
-def write(folder: Path, found: list[Measurement], envs: dict[str, dict[str, Any]], stem: str = "dispatch") -> Path:
+def write(
+    folder: Path, found: list[Measurement], envs: dict[str, dict[str, Any]], stem: str = "dispatch"
+) -> Path:
     measurements.dump(found, folder / f"{stem}.jsonl")
     (folder / "env.json").write_text(json.dumps(envs))
     return folder / f"{stem}.jsonl"
@@ -155,7 +186,9 @@ def test_a_damaged_line_is_named(tmp_path: Path, cut: int) -> None:
 def test_what_load_refuses(tmp_path: Path) -> None:
     one = synthetic.measurement(CELL, synthetic.STOCK, [5.0])
     path = write(tmp_path, [one, one], synthetic.ENVS)
-    with pytest.raises(MeasurementError, match=r"jsonl:2: stock\(pdl=False\), process 0.*is there twice"):
+    with pytest.raises(
+        MeasurementError, match=r"jsonl:2: stock\(pdl=False\), process 0.*is there twice"
+    ):
         measurements.load([path])
     write(tmp_path, [one], {})
     with pytest.raises(MeasurementError, match=r"not in the env\.json beside it"):
@@ -167,7 +200,9 @@ def test_what_load_refuses(tmp_path: Path) -> None:
         measurements.load([tmp_path / "none.jsonl"])
     other = synthetic.measurement(CELL, synthetic.STOCK, [5.0], 1, code="other-0")
     write(tmp_path, [one, other], synthetic.ENVS)
-    with pytest.raises(MeasurementError, match=r"binary of stock\(pdl=False\), .*: stock and other: such"):
+    with pytest.raises(
+        MeasurementError, match=r"binary of stock\(pdl=False\), .*: stock and other: such"
+    ):
         measurements.load([path])
 
 
@@ -175,7 +210,10 @@ def test_what_load_refuses(tmp_path: Path) -> None:
 def test_each_altered_field(tmp_path: Path, field: str) -> None:
     other = synthetic.ENV | {field: "altered"}
     envs = synthetic.ENVS | {provenance.digest(other): other}
-    here, there = (synthetic.measurement(CELL, synthetic.STOCK, [5.0], i, env=digest) for i, digest in enumerate(envs))
+    here, there = (
+        synthetic.measurement(CELL, synthetic.STOCK, [5.0], i, env=digest)
+        for i, digest in enumerate(envs)
+    )
     path = write(tmp_path, [here, there], envs)
     kind = provenance.FIELDS.get(field, "soft")
     with warnings.catch_warnings(record=True) as seen:

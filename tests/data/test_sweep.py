@@ -54,8 +54,13 @@ def test_minimal(tmp_path: Path) -> None:
 
 def test_specs_are_a_product_and_tables_add_up(tmp_path: Path) -> None:
     tables = "[[options.KdaSplit]]\nsplit = [1, 2]\npdl = [false, true]\n[[options.KdaSplit]]\nsplit = 4\n"
-    options = [c.options for c in load(tmp_path, MINIMAL + tables).candidates if c.variant == "KdaSplit"]
-    assert options == [*({"split": s, "pdl": p} for s in (1, 2) for p in (False, True)), {"split": 4}]
+    options = [
+        c.options for c in load(tmp_path, MINIMAL + tables).candidates if c.variant == "KdaSplit"
+    ]
+    assert options == [
+        *({"split": s, "pdl": p} for s in (1, 2) for p in (False, True)),
+        {"split": 4},
+    ]
 
 
 def test_cells_of_several_tables_are_joined_and_sorted(tmp_path: Path) -> None:
@@ -91,7 +96,12 @@ def test_more_waves_of_items_but_not_of_splits() -> None:
     assert set(wave_requests(12, [1, 4], 132, 1, 256, 1)) == {2, 3, 10, 11, 12}
 
 
-@given(heads=st.integers(1, 200), split=st.sampled_from([1, 2, 4, 8]), sms=st.integers(1, 300), hi=st.integers(1, 300))
+@given(
+    heads=st.integers(1, 200),
+    split=st.sampled_from([1, 2, 4, 8]),
+    sms=st.integers(1, 300),
+    hi=st.integers(1, 300),
+)
 def test_wave_requests_surround_the_waves(heads: int, split: int, sms: int, hi: int) -> None:
     found = wave_requests(heads, [split], sms, 1, hi)
     assert all(1 <= requests <= hi for requests in found)
@@ -110,7 +120,10 @@ def test_waves_need_an_sm_count(tmp_path: Path) -> None:
 
 def test_waves_may_be_counted(tmp_path: Path) -> None:
     text = MINIMAL.replace("[1, 8]", "[1, 64]")
-    found = [{c.requests for c in load(tmp_path, text + f"waves = {waves}\n").cells} for waves in ("true", "2", "5")]
+    found = [
+        {c.requests for c in load(tmp_path, text + f"waves = {waves}\n").cells}
+        for waves in ("true", "2", "5")
+    ]
     assert found[0] == found[1] < found[2]
     assert {41, 42} <= found[2]
 
@@ -118,9 +131,15 @@ def test_waves_may_be_counted(tmp_path: Path) -> None:
 BAD = {
     "colour = 1" + MINIMAL: "colour: 1: unknown key; allowed: question, variants",
     MINIMAL + "colour = 1": "cells[0].colour: 1: unknown key",
-    MINIMAL.replace("KdaSplit", "KdaFast"): "variants: 'KdaFast': one of stock, KdaSplit, KdaCommit",
-    MINIMAL.replace('"stock", ', '"KdaSplit", '): "variants: 'KdaSplit': a value must not occur twice",
-    MINIMAL.replace('["stock", "KdaSplit"]', "[]"): "variants: []: an axis needs at least one value",
+    MINIMAL.replace(
+        "KdaSplit", "KdaFast"
+    ): "variants: 'KdaFast': one of stock, KdaSplit, KdaCommit",
+    MINIMAL.replace(
+        '"stock", ', '"KdaSplit", '
+    ): "variants: 'KdaSplit': a value must not occur twice",
+    MINIMAL.replace(
+        '["stock", "KdaSplit"]', "[]"
+    ): "variants: []: an axis needs at least one value",
     MINIMAL.replace('"Does it load?"', '" "'): "question: ' ': text that says",
     MINIMAL.replace("question", "answer"): "answer: 'Does it load?': unknown key",
     MINIMAL.replace("[1, 8]", "[]"): "cells[0].requests: []: an axis needs at least one value",
@@ -143,20 +162,28 @@ BAD = {
     "processes = 0" + MINIMAL: "processes: 0: an integer >= 1",
     "processes = true" + MINIMAL: "processes: True: an integer >= 1",
     MINIMAL + "[options.KdaFast]": "options.KdaFast: {}: unknown key; allowed: stock, KdaSplit",
-    MINIMAL + "[options.KdaSplit]\nspilt = 1": "options.KdaSplit.spilt: 1: unknown key; allowed: split, staging",
-    MINIMAL + "[options.KdaSplit]\nsplit = true": "options.KdaSplit.split: True: a value of type int",
+    MINIMAL
+    + "[options.KdaSplit]\nspilt = 1": "options.KdaSplit.spilt: 1: unknown key; allowed: split, staging",
+    MINIMAL
+    + "[options.KdaSplit]\nsplit = true": "options.KdaSplit.split: True: a value of type int",
     MINIMAL + "[options.KdaSplit]\npdl = 1": "options.KdaSplit.pdl: 1: a value of type bool",
     MINIMAL + "[options.KdaSplit]\nsplit = 0": "options.KdaSplit.split: 0: an integer >= 1",
-    MINIMAL + "[options.KdaSplit]\nsplit = []": "options.KdaSplit.split: []: an axis needs at least one value",
-    MINIMAL + "[[options.KdaSplit]]\nsplit = 1\n[[options.KdaSplit]]\nsplit = 1": "a candidate must not occur twice",
-    MINIMAL.replace("[1, 8]", str(list(range(1, 100_002)))): "cells[0]: 100001: at most 100000 cells",
+    MINIMAL
+    + "[options.KdaSplit]\nsplit = []": "options.KdaSplit.split: []: an axis needs at least one value",
+    MINIMAL
+    + "[[options.KdaSplit]]\nsplit = 1\n[[options.KdaSplit]]\nsplit = 1": "a candidate must not occur twice",
+    MINIMAL.replace(
+        "[1, 8]", str(list(range(1, 100_002)))
+    ): "cells[0]: 100001: at most 100000 cells",
     MINIMAL.replace("[1, 8]", "[1, 8"): "not TOML: ",
     MINIMAL + 'kind = "decode"\nheads = 1': "not TOML: Cannot overwrite a value (at line 9",
 }
 
 
 @pytest.mark.parametrize(("text", "message"), BAD.items(), ids=[m[:40] for m in BAD.values()])
-def test_errors_are_one_line_with_key_value_and_rule(tmp_path: Path, text: str, message: str) -> None:
+def test_errors_are_one_line_with_key_value_and_rule(
+    tmp_path: Path, text: str, message: str
+) -> None:
     with pytest.raises(SweepError) as caught:
         load(tmp_path, text)
     assert message in str(caught.value)
@@ -178,8 +205,15 @@ def loads_or_fails_cleanly(path: Path) -> None:
     assert "\n" not in message
 
 
-@given(st.one_of(st.binary(max_size=200), st.text(max_size=200).map(lambda t: MINIMAL.encode() + t.encode("utf-8"))))
-def test_any_bytes_load_or_fail_cleanly(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+@given(
+    st.one_of(
+        st.binary(max_size=200),
+        st.text(max_size=200).map(lambda t: MINIMAL.encode() + t.encode("utf-8")),
+    )
+)
+def test_any_bytes_load_or_fail_cleanly(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes
+) -> None:
     path = tmp_path_factory.getbasetemp() / "any.toml"
     path.write_bytes(content)
     loads_or_fails_cleanly(path)
@@ -205,7 +239,9 @@ LITERALS = [
 
 
 @given(
-    st.sampled_from(["question", "variants", "processes", "cells", "options", *sweep._AXES, "waves"]),
+    st.sampled_from(
+        ["question", "variants", "processes", "cells", "options", *sweep._AXES, "waves"]
+    ),
     st.sampled_from(LITERALS),
 )
 def test_any_value_anywhere_loads_or_fails_cleanly(
@@ -231,8 +267,12 @@ def test_standard_files(name: str) -> None:
     assert found.processes == (1 if name in ("quick", "splits", "grid") else 3)
     layer = {c.kind for c in found.cells if c.context == "layer"}
     assert {c.context for c in found.cells} <= {"layer", "isolated"}
-    assert layer == ({c.kind for c in found.cells} - {"flush"} if name in ("dispatch", "quick") else set())
-    most = 150_000 if name == "dispatch" else 80_000  # the larger one is for choosing from: `sweep --adaptive`
+    assert layer == (
+        {c.kind for c in found.cells} - {"flush"} if name in ("dispatch", "quick") else set()
+    )
+    most = (
+        150_000 if name == "dispatch" else 80_000
+    )  # the larger one is for choosing from: `sweep --adaptive`
     assert len(found.cells) * len(found.candidates) * found.processes < most
     gpu = Gpu("sm_90a", SMS)
     for candidate in found.candidates:
@@ -251,7 +291,9 @@ def test_the_dispatch_sweep_covers_the_policy() -> None:
     assert {1, 2, 4, 8, 16, 32, 64, 128, 256} < requests
     assert requests >= set(wave_requests(12, [1, 2, 4, 8], SMS, 1, 256, 12))
     splits = {
-        (c.options.get("split"), c.options.get("pdl", False)) for c in found.candidates if c.variant == "KdaSplit"
+        (c.options.get("split"), c.options.get("pdl", False))
+        for c in found.candidates
+        if c.variant == "KdaSplit"
     }
     assert {(split, False) for split in (1, 2, 4, 8)} < splits
     assert any(pdl for _, pdl in splits)
@@ -277,8 +319,13 @@ def test_commits_fit_into_memory() -> None:
 def test_options_are_read_as_python_reads_them(name: str) -> None:
     options = variants.load(name).Spec
     hints = get_type_hints(options)
-    first = {field.name: next(iter(get_args(hints[field.name])), hints[field.name]) for field in fields(options)}
-    assert known_options()[name] == {key: one if isinstance(one, type) else type(one) for key, one in first.items()}
+    first = {
+        field.name: next(iter(get_args(hints[field.name])), hints[field.name])
+        for field in fields(options)
+    }
+    assert known_options()[name] == {
+        key: one if isinstance(one, type) else type(one) for key, one in first.items()
+    }
     assert variants.declared(name).defaults == variants.spec_dict(variants.make_spec(name, {}))
 
 

@@ -32,7 +32,9 @@ def checked_launch(problem: Problem, spec: commit.Spec, operands: CommitOperands
 
 def poison_rejected(operands: CommitOperands) -> None:
     """NaN in the records of tokens that were not accepted."""
-    for b, (row, n) in enumerate(zip(operands.record_rows.tolist(), operands.length.tolist(), strict=True)):
+    for b, (row, n) in enumerate(
+        zip(operands.record_rows.tolist(), operands.length.tolist(), strict=True)
+    ):
         assert b >= 0
         for records in (*operands.corrections, *operands.key_gates):
             records[row, :, max(n, 0) :] = torch.nan
@@ -43,14 +45,23 @@ def poison_rejected(operands: CommitOperands) -> None:
 @pytest.mark.parametrize("align", [False, True])
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize(
-    ("heads", "heads_per_cta", "tokens"), [(1, 4, 2), (3, 3, 5), (6, 4, 8), (8, 8, 4), (12, 4, 8), (12, 1, 1)]
+    ("heads", "heads_per_cta", "tokens"),
+    [(1, 4, 2), (3, 3, 5), (6, 4, 8), (8, 8, 4), (12, 4, 8), (12, 1, 1)],
 )
 def test_commit(
-    dtype: StateDtype, store: str, align: bool, in_place: bool, heads: int, heads_per_cta: int, tokens: int
+    dtype: StateDtype,
+    store: str,
+    align: bool,
+    in_place: bool,
+    heads: int,
+    heads_per_cta: int,
+    tokens: int,
 ) -> None:
     problem = Problem("commit", 19, heads, tokens, layers=2, state_dtype=dtype, pending="mix")
     spec = commit.Spec(store=store, align=align, heads_per_cta=heads_per_cta)  # type: ignore[arg-type]
-    operands = make_commit(problem, seed=heads, align=align, in_place=in_place, pad=16, null_requests=(2, 11))
+    operands = make_commit(
+        problem, seed=heads, align=align, in_place=in_place, pad=16, null_requests=(2, 11)
+    )
     poison_rejected(operands)
     checked_launch(problem, spec, operands)
 
@@ -63,7 +74,14 @@ def test_commit(
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize(("heads", "tokens"), [(3, 5), (12, 8), (12, 1)])
 def test_commit_by_rows(
-    dtype: StateDtype, source: str, rows: int, columns: int, align: bool, in_place: bool, heads: int, tokens: int
+    dtype: StateDtype,
+    source: str,
+    rows: int,
+    columns: int,
+    align: bool,
+    in_place: bool,
+    heads: int,
+    tokens: int,
 ) -> None:
     problem = Problem("commit", 19, heads, tokens, layers=2, state_dtype=dtype, pending="mix")
     spec = commit.Spec(
@@ -75,7 +93,9 @@ def test_commit_by_rows(
         hints=in_place,
         pdl=in_place,
     )
-    operands = make_commit(problem, seed=heads, align=align, in_place=in_place, pad=16, null_requests=(2, 11))
+    operands = make_commit(
+        problem, seed=heads, align=align, in_place=in_place, pad=16, null_requests=(2, 11)
+    )
     poison_rejected(operands)
     checked_launch(problem, spec, operands)
 
@@ -141,7 +161,13 @@ def test_offsets_beyond_32_bits(store: str) -> None:
     source = torch.tensor([pages - 1, 1], dtype=torch.int32, device="cuda")
     destination = torch.tensor([2, pages - 2], dtype=torch.int32, device="cuda")
     state[source.long()] = small.states[0][small.source.long()]
-    large = replace(small, states=(state,), state_table=address_table((state,)), source=source, destination=destination)
+    large = replace(
+        small,
+        states=(state,),
+        state_table=address_table((state,)),
+        source=source,
+        destination=destination,
+    )
     compiled = commit.compile(problem, commit.Spec(store=store), current_gpu())  # type: ignore[arg-type]
     for operands in (small, large):
         commit.launch(compiled, operands, 0)

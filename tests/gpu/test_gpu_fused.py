@@ -57,8 +57,12 @@ def test_every_shape(shape: tuple[int, int], tokens: int, gate_mode: int, inputs
 @pytest.mark.parametrize("tokens", range(2, 9))
 @pytest.mark.parametrize("threads", [256, 288, 320])
 @pytest.mark.parametrize("ctas", [0, 3])
-@pytest.mark.parametrize("choices", [{}, {"gate_mode": 1}, {"stream_stores": True, "records": "pending"}], ids=str)
-def test_state_in_shared_memory(tokens: int, threads: int, ctas: int, choices: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "choices", [{}, {"gate_mode": 1}, {"stream_stores": True, "records": "pending"}], ids=str
+)
+def test_state_in_shared_memory(
+    tokens: int, threads: int, ctas: int, choices: dict[str, Any]
+) -> None:
     of = problem(tokens)
     spec = replace(LINES, threads=threads, ctas_per_sm=ctas, **choices)
     if (why := fused.unsupported(of, spec, current_gpu())) is not None:
@@ -117,7 +121,9 @@ def test_one_count_for_all(shape: tuple[int, int], n: Any) -> None:
     of = problem(8, 6, 3, pending=0 if n == "beyond" else n)
     operands = make_step(of, seed=3)
     if n == "beyond":
-        operands = replace(operands, pending=torch.tensor([9, -1, 100, -(2**31), 8, 2**31 - 1]).int().cuda())
+        operands = replace(
+            operands, pending=torch.tensor([9, -1, 100, -(2**31), 8, 2**31 - 1]).int().cuda()
+        )
     check(fused, of, fused.Spec(*shape), operands)
 
 
@@ -143,7 +149,8 @@ def test_gates_at_their_bounds(spec: fused.Spec, bound: float) -> None:
 @pytest.mark.parametrize("spec", FEW)
 @pytest.mark.parametrize("tokens", [4, 8])
 def test_a_chain_of_steps(spec: fused.Spec, tokens: int) -> None:
-    """Each step folds what the one before it recorded; every step is checked from where the kernel had come to."""
+    """Each step folds what the one before it recorded; every step is checked from where the kernel
+    had come to."""
     of = problem(tokens, 2 * tokens + 2, 6)
     o = make_step(of, seed=5)
     compiled = fused.compile(of, spec, current_gpu())
@@ -170,7 +177,8 @@ def test_offsets_beyond_32_bits(spec: fused.Spec) -> None:
 @pytest.mark.parametrize("spec", ALL)
 @pytest.mark.parametrize("tokens", [2, 8])
 def test_repeated_launches_agree(spec: fused.Spec, tokens: int) -> None:
-    """A chain of launches with programmatic edges over eight layers; bits depend on the inputs alone."""
+    """A chain of launches with programmatic edges over eight layers; bits depend on the inputs
+    alone."""
     of = problem(tokens, 33, 12)
     compiled = fused.compile(of, replace(spec, pdl=True), current_gpu())
     check_repeatable(fused, compiled, lambda i: make_step(of, seed=6 + i))

@@ -17,7 +17,14 @@ from kda_kernels.check import compare, reference
 from kda_kernels.device.gpu import current_gpu
 from kda_kernels.operands import StepOperands, make_step
 from kda_kernels.variants import fused_ws
-from support.gpu_checks import bf16_weights, check, check_far_pages, check_repeatable, longer_records, longer_window
+from support.gpu_checks import (
+    bf16_weights,
+    check,
+    check_far_pages,
+    check_repeatable,
+    longer_records,
+    longer_window,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -34,13 +41,21 @@ def test_every_window(tokens: int, layout: Any, gate_mode: int, inputs: Any) -> 
 
 
 @pytest.mark.parametrize("sms", [1, 2, 3, 5])
-@pytest.mark.parametrize(("requests", "heads"), [(1, 1), (1, 2), (1, 7), (7, 1), (3, 3), (5, 4), (29, 1)])
+@pytest.mark.parametrize(
+    ("requests", "heads"), [(1, 1), (1, 2), (1, 7), (7, 1), (3, 3), (5, 4), (29, 1)]
+)
 @pytest.mark.parametrize("tokens", [2, 4, 8])
 def test_items_per_cta(sms: int, requests: int, heads: int, tokens: int) -> None:
     """1, 2, 3, 7 and more, heads that change at any of them, last CTAs with fewer."""
     of = problem(tokens, requests, heads)
     null = (requests // 2,) if requests > 2 else ()
-    check(fused_ws, of, fused_ws.Spec(), forget_rejected(make_step(of, seed=sms, null_requests=null)), sms)
+    check(
+        fused_ws,
+        of,
+        fused_ws.Spec(),
+        forget_rejected(make_step(of, seed=sms, null_requests=null)),
+        sms,
+    )
 
 
 @pytest.mark.parametrize("heads", [1, 6, 8, 12, 24, 64, 96])
@@ -55,7 +70,12 @@ def test_heads_that_fill_the_machine(heads: int, tokens: int, pdl: bool) -> None
 @pytest.mark.parametrize("pending", ["mix", 0, 2])
 def test_many_items(tokens: int, pending: Any) -> None:
     of = problem(tokens, 256, 12, pending=pending)
-    check(fused_ws, of, fused_ws.Spec(), forget_rejected(make_step(of, seed=2, null_requests=(0, 100, 101, 255))))
+    check(
+        fused_ws,
+        of,
+        fused_ws.Spec(),
+        forget_rejected(make_step(of, seed=2, null_requests=(0, 100, 101, 255))),
+    )
 
 
 @pytest.mark.parametrize("tokens", [2, 3, 4, 5, 8])
@@ -96,7 +116,13 @@ def test_layouts_and_weights(
     choices: dict[str, Any],
 ) -> None:
     of = problem(tokens, 5, 3, conv_layout=layout)
-    check(fused_ws, of, fused_ws.Spec(**choices), change(make_step(of, seed=2, null_requests=(1, 4))), sms=2)
+    check(
+        fused_ws,
+        of,
+        fused_ws.Spec(**choices),
+        change(make_step(of, seed=2, null_requests=(1, 4))),
+        sms=2,
+    )
 
 
 @pytest.mark.parametrize("tokens", [2, 4, 8])
@@ -106,7 +132,9 @@ def test_one_count_for_all(tokens: int, n: Any) -> None:
     of = problem(tokens, 6, 3, pending={"all": tokens, "beyond": 0}.get(n, n))
     operands = make_step(of, seed=3)
     if n == "beyond":
-        operands = replace(operands, pending=torch.tensor([9, -1, 100, -(2**31), 8, 2**31 - 1]).int().cuda())
+        operands = replace(
+            operands, pending=torch.tensor([9, -1, 100, -(2**31), 8, 2**31 - 1]).int().cuda()
+        )
     check(fused_ws, of, fused_ws.Spec(), operands, sms=2)
 
 
@@ -115,7 +143,13 @@ def test_one_count_for_all(tokens: int, n: Any) -> None:
 def test_records_longer_than_the_window_in_any_order(tokens: int, sms: int | None) -> None:
     of = problem(tokens, 6)
     pending = torch.arange(9, dtype=torch.int32, device="cuda") % (tokens + 1)
-    check(fused_ws, of, fused_ws.Spec(), replace(longer_records(make_step(of, seed=3)), pending=pending), sms)
+    check(
+        fused_ws,
+        of,
+        fused_ws.Spec(),
+        replace(longer_records(make_step(of, seed=3)), pending=pending),
+        sms,
+    )
 
 
 @pytest.mark.parametrize("bound", [-7.5, -5.0, -0.01])
@@ -130,7 +164,8 @@ def test_gates_at_their_bounds(bound: float) -> None:
 
 @pytest.mark.parametrize("tokens", [2, 4, 8])
 def test_a_chain_of_steps(tokens: int) -> None:
-    """Each step folds what the one before it recorded; every step is checked from where the kernel had come to."""
+    """Each step folds what the one before it recorded; every step is checked from where the kernel
+    had come to."""
     of = problem(tokens, 2 * tokens + 2, 6)
     o = make_step(of, seed=5)
     compiled = fused_ws.compile(of, fused_ws.Spec(), replace(current_gpu(), sms=9))
@@ -155,7 +190,8 @@ def test_offsets_beyond_32_bits() -> None:
 @pytest.mark.parametrize("spec", [fused_ws.Spec(pdl=True), fused_ws.Spec(pdl=True, ahead=True)])
 @pytest.mark.parametrize("tokens", [2, 8])
 def test_repeated_launches_agree(spec: fused_ws.Spec, tokens: int) -> None:
-    """A chain of launches with programmatic edges over eight layers; bits depend on the inputs alone."""
+    """A chain of launches with programmatic edges over eight layers; bits depend on the inputs
+    alone."""
     of = problem(tokens, 33, 12)
     compiled = fused_ws.compile(of, spec, current_gpu())
     check_repeatable(fused_ws, compiled, lambda i: make_step(of, seed=6 + i))

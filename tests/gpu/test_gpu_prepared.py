@@ -1,4 +1,5 @@
-"""The dispatcher on a GPU: eager and captured steps against the reference, reloads under a graph, commits."""
+"""The dispatcher on a GPU: eager and captured steps against the reference, reloads under a graph,
+commits."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ class Stock(DefaultPolicy):
 
 def weights(o: StepOperands) -> LayerWeights:
     weight = o.conv_weight.transpose(1, 2).reshape(-1, 1, 4).contiguous()
-    return LayerWeights(weight, o.conv_bias, o.f_b, o.A_log, o.dt_bias, o.norm_weight, o.lower_bound)
+    return LayerWeights(
+        weight, o.conv_bias, o.f_b, o.A_log, o.dt_bias, o.norm_weight, o.lower_bound
+    )
 
 
 def caches(o: StepOperands) -> Caches:
@@ -63,8 +66,11 @@ def captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
 @pytest.mark.parametrize("policy", [None, Stock()], ids=["device", "stock"])
 @pytest.mark.parametrize("sliced", [False, True])
 def test_steps(problem: Problem, policy: Any, sliced: bool) -> None:
-    """prepare changes no cache; a step captured without an eager launch before it, and its replay, are right."""
-    o = make_step(problem, seed=1, null_requests=(problem.requests // 2,) if problem.requests > 1 else ())
+    """prepare changes no cache; a step captured without an eager launch before it, and its replay,
+    are right."""
+    o = make_step(
+        problem, seed=1, null_requests=(problem.requests // 2,) if problem.requests > 1 else ()
+    )
     key = (problem.requests, problem.tokens) if problem.tokens > 1 else problem.requests
     kda = PreparedKda(weights(o), {key: (problem.pitch, None)}, problem.conv_layout)
     kept = copies(o)
@@ -115,7 +121,9 @@ def test_a_graph_outlives_a_reload() -> None:
     for name in ("conv_weight", "conv_bias", "f_b", "A_log", "dt_bias", "norm_weight"):
         getattr(kda.weights, name).copy_(getattr(new, name))
     kda.process_weights_after_loading()
-    loaded = replace(o, conv_weight=other.conv_weight)  # the rest was loaded into the operands' own tensors
+    loaded = replace(
+        o, conv_weight=other.conv_weight
+    )  # the rest was loaded into the operands' own tensors
     expected = reference.step(problem, loaded)
     compare.poison(o)
     graph.replay()

@@ -47,7 +47,10 @@ def spec(shape: tuple[int, int, int], **choices: Any) -> split.Spec:
 def test_every_shape(shape: tuple[int, int, int], kind: Any, tokens: int, dtype: Any) -> None:
     problem = Problem(kind, 37, 3, tokens, state_dtype=dtype)
     check(
-        split, problem, spec(shape), make_step(problem, seed=tokens, pad=64, null_requests=(0, 7, 36), inputs="generic")
+        split,
+        problem,
+        spec(shape),
+        make_step(problem, seed=tokens, pad=64, null_requests=(0, 7, 36), inputs="generic"),
     )
 
 
@@ -79,12 +82,17 @@ def test_heads_that_fill_the_machine(
     ],
     ids=str,
 )
-def test_choices(shape: tuple[int, int, int], kind: Any, tokens: int, choices: dict[str, Any]) -> None:
+def test_choices(
+    shape: tuple[int, int, int], kind: Any, tokens: int, choices: dict[str, Any]
+) -> None:
     if choices.get("spin") and shape[0] == 1:
         pytest.skip("nothing to wait for")
     problem = Problem(kind, 9, 6, tokens)
     check(
-        split, problem, spec(shape, **choices), make_step(problem, seed=1, pad=16, null_requests=(4,), inputs="generic")
+        split,
+        problem,
+        spec(shape, **choices),
+        make_step(problem, seed=1, pad=16, null_requests=(4,), inputs="generic"),
     )
 
 
@@ -101,7 +109,12 @@ def test_layouts_and_weights(
     choices: dict[str, Any],
 ) -> None:
     problem = Problem(kind, 5, 3, tokens, conv_layout=layout)
-    check(split, problem, spec(shape, **choices), change(make_step(problem, seed=2, null_requests=(1, 4))))
+    check(
+        split,
+        problem,
+        spec(shape, **choices),
+        change(make_step(problem, seed=2, null_requests=(1, 4))),
+    )
 
 
 @pytest.mark.parametrize("shape", [(1, 256, 16), (4, 128, 16)])
@@ -136,7 +149,8 @@ def test_offsets_beyond_32_bits(kind: Any, tokens: int) -> None:
 @pytest.mark.parametrize("shape", [(1, 256, 16), (8, 128, 16)])
 @pytest.mark.parametrize(("kind", "tokens"), [("decode", 1), ("record", 8)])
 def test_repeated_launches_agree(shape: tuple[int, int, int], kind: Any, tokens: int) -> None:
-    """A chain of launches with programmatic edges over eight layers; bits depend on the inputs alone."""
+    """A chain of launches with programmatic edges over eight layers; bits depend on the inputs
+    alone."""
     problem = Problem(kind, 33, 12, tokens)
     compiled = split.compile(problem, spec(shape, pdl=True), current_gpu())
     check_repeatable(split, compiled, lambda i: make_step(problem, seed=6 + i))

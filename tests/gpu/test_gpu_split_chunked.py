@@ -1,4 +1,5 @@
-"""KdaSplit's chunked windows on a GPU against the float64 reference, on awkward shapes, with poisoned outputs."""
+"""KdaSplit's chunked windows on a GPU against the float64 reference, on awkward shapes, with
+poisoned outputs."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ FEW = ((1, 256), (2, 256), (4, 128), (8, 128))
 
 
 def spec(shape: tuple[int, int], **choices: Any) -> split.Spec:
-    return split.Spec(**{"split": shape[0], "threads": shape[1], "gate_mode": 0, "form": "chunked", **choices})
+    return split.Spec(
+        **{"split": shape[0], "threads": shape[1], "gate_mode": 0, "form": "chunked", **choices}
+    )
 
 
 def record(requests: int, heads: int, tokens: int, **more: Any) -> Problem:
@@ -40,7 +43,10 @@ def record(requests: int, heads: int, tokens: int, **more: Any) -> Problem:
 def test_every_shape(shape: tuple[int, int], tokens: int, dtype: Any) -> None:
     problem = record(37, 3, tokens, state_dtype=dtype)
     check(
-        split, problem, spec(shape), make_step(problem, seed=tokens, pad=64, null_requests=(0, 7, 36), inputs="generic")
+        split,
+        problem,
+        spec(shape),
+        make_step(problem, seed=tokens, pad=64, null_requests=(0, 7, 36), inputs="generic"),
     )
 
 
@@ -48,13 +54,17 @@ def test_every_shape(shape: tuple[int, int], tokens: int, dtype: Any) -> None:
 @pytest.mark.parametrize("shape", FEW)
 @pytest.mark.parametrize("tokens", [4, 8])
 @pytest.mark.parametrize("pdl", [False, True])
-def test_heads_that_fill_the_machine(heads: int, shape: tuple[int, int], tokens: int, pdl: bool) -> None:
+def test_heads_that_fill_the_machine(
+    heads: int, shape: tuple[int, int], tokens: int, pdl: bool
+) -> None:
     problem = record(16, heads, tokens)
     check(split, problem, spec(shape, pdl=pdl), make_step(problem, seed=heads, null_requests=(3,)))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("tokens", "dtype"), [(2, "fp32"), (4, "bf16"), (5, "fp32"), (8, "fp32"), (8, "bf16")])
+@pytest.mark.parametrize(
+    ("tokens", "dtype"), [(2, "fp32"), (4, "bf16"), (5, "fp32"), (8, "fp32"), (8, "bf16")]
+)
 @pytest.mark.parametrize(
     "choices",
     [
@@ -74,7 +84,10 @@ def test_choices(shape: tuple[int, int], tokens: int, dtype: Any, choices: dict[
         pytest.skip("nothing to wait for")
     problem = record(9, 6, tokens, state_dtype=dtype)
     check(
-        split, problem, spec(shape, **choices), make_step(problem, seed=1, pad=16, null_requests=(4,), inputs="generic")
+        split,
+        problem,
+        spec(shape, **choices),
+        make_step(problem, seed=1, pad=16, null_requests=(4,), inputs="generic"),
     )
 
 
@@ -90,7 +103,12 @@ def test_layouts_and_weights(
     choices: dict[str, Any],
 ) -> None:
     problem = record(5, 3, tokens, conv_layout=layout)
-    check(split, problem, spec(shape, **choices), change(make_step(problem, seed=2, null_requests=(1, 4))))
+    check(
+        split,
+        problem,
+        spec(shape, **choices),
+        change(make_step(problem, seed=2, null_requests=(1, 4))),
+    )
 
 
 @pytest.mark.parametrize("shape", FEW)
@@ -103,7 +121,12 @@ def test_records_longer_than_the_window_in_any_order(shape: tuple[int, int]) -> 
 @pytest.mark.parametrize("lower_bound", [-7.5, -0.01])
 def test_strongest_and_weakest_decays(shape: tuple[int, int], lower_bound: float) -> None:
     problem = record(8, 3, 8)
-    check(split, problem, spec(shape), replace(make_step(problem, seed=4, inputs="generic"), lower_bound=lower_bound))
+    check(
+        split,
+        problem,
+        spec(shape),
+        replace(make_step(problem, seed=4, inputs="generic"), lower_bound=lower_bound),
+    )
 
 
 @pytest.mark.parametrize("shape", FEW)
@@ -130,7 +153,8 @@ def test_offsets_beyond_32_bits(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("tokens", [3, 8])
 def test_repeated_launches_agree(shape: tuple[int, int], tokens: int) -> None:
-    """A chain of launches with programmatic edges over eight layers; bits depend on the inputs alone."""
+    """A chain of launches with programmatic edges over eight layers; bits depend on the inputs
+    alone."""
     problem = record(33, 12, tokens)
     compiled = split.compile(problem, spec(shape, pdl=True), current_gpu())
     check_repeatable(split, compiled, lambda i: make_step(problem, seed=7 + i))

@@ -1,4 +1,5 @@
-"""The stock chain on a GPU against the reference, inside a CUDA graph, on awkward shapes, with poisoned outputs."""
+"""The stock chain on a GPU against the reference, inside a CUDA graph, on awkward shapes, with
+poisoned outputs."""
 
 from __future__ import annotations
 
@@ -20,8 +21,11 @@ pytestmark = pytest.mark.gpu
 SPECS = [stock.Spec(), stock.Spec(8, 1), stock.Spec(16, 2), stock.Spec(64, 8), stock.Spec(128, 8)]
 
 
-def captured(warm_up: Callable[[int], None], enqueue: Callable[[int], None]) -> torch.cuda.CUDAGraph:
-    """A graph of `enqueue`, whose argument is the stream handle; what `warm_up` did before it is ordered first."""
+def captured(
+    warm_up: Callable[[int], None], enqueue: Callable[[int], None]
+) -> torch.cuda.CUDAGraph:
+    """A graph of `enqueue`, whose argument is the stream handle; what `warm_up` did before it is
+    ordered first."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     warm_up(side.cuda_stream)
@@ -42,22 +46,31 @@ def check_step(problem: Problem, operands: StepOperands, spec: stock.Spec) -> No
     expected = reference.step(problem, operands)
     compare.poison(operands)
     graph = captured(
-        lambda stream: stock.launch(compiled, other, stream), lambda stream: stock.launch(compiled, operands, stream)
+        lambda stream: stock.launch(compiled, other, stream),
+        lambda stream: stock.launch(compiled, operands, stream),
     )
-    assert compare.check_step(problem, operands, expected) is not None, "capturing must not run anything"
+    assert compare.check_step(problem, operands, expected) is not None, (
+        "capturing must not run anything"
+    )
     graph.replay()
     torch.cuda.synchronize()
     assert compare.check_step(problem, operands, expected) is None
 
 
-@pytest.mark.parametrize(("layout", "inputs"), [("dim-first", "model"), ("window-major", "generic")])
+@pytest.mark.parametrize(
+    ("layout", "inputs"), [("dim-first", "model"), ("window-major", "generic")]
+)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(("requests", "heads"), [(1, 1), (1, 12), (5, 3), (33, 12), (7, 96)])
 @pytest.mark.parametrize(("kind", "tokens"), [("decode", 1), ("spec", 2), ("spec", 5), ("record", 2), ("record", 4),
                                               ("record", 7), ("record", 8)])  # fmt: skip
-def test_steps(kind: str, tokens: int, requests: int, heads: int, dtype: str, layout: str, inputs: str) -> None:
+def test_steps(
+    kind: str, tokens: int, requests: int, heads: int, dtype: str, layout: str, inputs: str
+) -> None:
     problem = Problem(kind, requests, heads, tokens, state_dtype=dtype, conv_layout=layout)  # type: ignore[arg-type]
-    operands = make_step(problem, seed=1, inputs=inputs, pad=16, null_requests=(1, 2) if requests > 2 else ())  # type: ignore[arg-type]
+    operands = make_step(
+        problem, seed=1, inputs=inputs, pad=16, null_requests=(1, 2) if requests > 2 else ()
+    )  # type: ignore[arg-type]
     check_step(problem, operands, stock.Spec())
 
 
@@ -72,7 +85,11 @@ def test_every_spec(kind: str, tokens: int, dtype: str, spec: stock.Spec) -> Non
 @pytest.mark.parametrize(("kind", "tokens"), [("decode", 1), ("spec", 4), ("record", 4)])
 def test_unbounded_gate_without_bias(kind: str, tokens: int) -> None:
     problem = Problem(kind, 6, 3, tokens)  # type: ignore[arg-type]
-    check_step(problem, make_step(problem, seed=3, lower_bound=None, conv_bias=False, inputs="generic"), stock.Spec())
+    check_step(
+        problem,
+        make_step(problem, seed=3, lower_bound=None, conv_bias=False, inputs="generic"),
+        stock.Spec(),
+    )
 
 
 def test_bf16_weights_and_a_padded_fp32_window() -> None:
@@ -84,7 +101,9 @@ def test_bf16_weights_and_a_padded_fp32_window() -> None:
         conv_state=flat.as_strided((6, 3 * 1536, 9), (flat.stride(0), 9, 1))), stock.Spec())  # fmt: skip
 
 
-@pytest.mark.parametrize("problem", [Problem("decode", 256, 96), Problem("record", 128, 96, 8)], ids=lambda p: p.kind)
+@pytest.mark.parametrize(
+    "problem", [Problem("decode", 256, 96), Problem("record", 128, 96, 8)], ids=lambda p: p.kind
+)
 def test_many_items(problem: Problem) -> None:
     check_step(problem, make_step(problem, seed=5), stock.Spec())
 
@@ -94,32 +113,50 @@ def test_ragged_windows(kind: str) -> None:
     problem = Problem(kind, 5, 3, 3)  # type: ignore[arg-type]
     operands = make_step(problem, seed=6, pad=16, null_requests=(2,))
     lengths, starts = [3, 0, 2, 1, 2], [0, 3, 3, 5, 6]
-    packed = replace(operands, projected=operands.projected[:10], out=torch.full_like(operands.out[:10], 3))
-    on_cpu = replace(packed, **{k: v.cpu() for k, v in vars(packed).items() if isinstance(v, torch.Tensor)})
+    packed = replace(
+        operands, projected=operands.projected[:10], out=torch.full_like(operands.out[:10], 3)
+    )
+    on_cpu = replace(
+        packed, **{k: v.cpu() for k, v in vars(packed).items() if isinstance(v, torch.Tensor)}
+    )
     out, state, window, corrections, _ = naive(kind, on_cpu, starts, lengths)
     scratch = stock.Scratch.allocate(10, 384, torch.device("cuda", torch.cuda.current_device()))
-    stock.step(packed, scratch, 3, query_start_loc=torch.tensor([*starts, 8], dtype=torch.int32, device="cuda"))
+    stock.step(
+        packed,
+        scratch,
+        3,
+        query_start_loc=torch.tensor([*starts, 8], dtype=torch.int32, device="cuda"),
+    )
     assert (packed.out[8:] == 3).all()
     torch.testing.assert_close(packed.out[:8].double().cpu(), out[:8], rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(packed.state.double().cpu(), state, rtol=1e-3, atol=1e-3)
     assert torch.equal(packed.conv_state.double().cpu(), window)
     if corrections is not None:
-        torch.testing.assert_close(packed.corrections.double().cpu(), corrections, rtol=1e-3, atol=1e-2)
+        torch.testing.assert_close(
+            packed.corrections.double().cpu(), corrections, rtol=1e-3, atol=1e-2
+        )
 
 
 @pytest.mark.parametrize("align", [False, True])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["commit", "flush"])
-@pytest.mark.parametrize(("requests", "heads", "tokens", "layers"), [(1, 1, 2, 1), (7, 3, 5, 4), (9, 12, 8, 3)])
-def test_commit(kind: str, requests: int, heads: int, tokens: int, layers: int, dtype: str, align: bool) -> None:
+@pytest.mark.parametrize(
+    ("requests", "heads", "tokens", "layers"), [(1, 1, 2, 1), (7, 3, 5, 4), (9, 12, 8, 3)]
+)
+def test_commit(
+    kind: str, requests: int, heads: int, tokens: int, layers: int, dtype: str, align: bool
+) -> None:
     problem = Problem(kind, requests, heads, tokens, layers, state_dtype=dtype, pending="mix")  # type: ignore[arg-type]
     null = (1, 2) if requests > 2 else ()
-    warm, operands = (make_commit(problem, seed=s, align=align, pad=16, null_requests=null) for s in (7, 8))
+    warm, operands = (
+        make_commit(problem, seed=s, align=align, pad=16, null_requests=null) for s in (7, 8)
+    )
     expected = [reference.commit(operands, layer) for layer in range(layers)]
     compare.poison(operands)
     compiled = stock.compile(problem, stock.Spec(), current_gpu())
     graph = captured(
-        lambda stream: stock.launch(compiled, warm, stream), lambda stream: stock.launch(compiled, operands, stream)
+        lambda stream: stock.launch(compiled, warm, stream),
+        lambda stream: stock.launch(compiled, operands, stream),
     )
     graph.replay()
     torch.cuda.synchronize()
@@ -151,7 +188,9 @@ def test_deferred_steps_equal_eager_ones(n: int, layout: str) -> None:
         state_table=address_table((operands.state,)), corrections_table=address_table((operands.corrections,)),
         key_gates_table=address_table((operands.key_gates,)), A_log=operands.A_log[None],
         dt_bias=operands.dt_bias.view(1, 3, 128), record_rows=operands.record_rows)  # fmt: skip
-    stock.flush_plan(pending, operands.record_rows, slots, plan.source, plan.length, plan.destination, 3)
+    stock.flush_plan(
+        pending, operands.record_rows, slots, plan.source, plan.length, plan.destination, 3
+    )
     stock.fold(plan)
     table = address_table((operands.conv_state,))
     stock.roll_window([operands.conv_state], table, plan.source, plan.length, plan.destination)
@@ -166,7 +205,9 @@ def test_a_selection_of_requests_can_be_checked_alone() -> None:
     kept = torch.tensor([0, 3, 17, 63])
     part, before = reference.select(problem, operands, kept)
     expected = reference.step(part, before)
-    stock.launch(stock.compile(problem, stock.Spec(), current_gpu()), operands, torch.cuda.current_stream())
+    stock.launch(
+        stock.compile(problem, stock.Spec(), current_gpu()), operands, torch.cuda.current_stream()
+    )
     torch.cuda.synchronize()
     assert compare.check_step(part, reference.select(problem, operands, kept)[1], expected) is None
 
@@ -174,7 +215,10 @@ def test_a_selection_of_requests_can_be_checked_alone() -> None:
 @pytest.mark.parametrize("kind", ["decode", "record"])
 def test_launches_after_the_first_allocate_nothing(kind: str) -> None:
     problem = Problem(kind, 4, 12, 1 if kind == "decode" else 4)  # type: ignore[arg-type]
-    compiled, operands = stock.compile(problem, stock.Spec(), current_gpu()), make_step(problem, seed=13)
+    compiled, operands = (
+        stock.compile(problem, stock.Spec(), current_gpu()),
+        make_step(problem, seed=13),
+    )
     stream = torch.cuda.current_stream()
     stock.launch(compiled, operands, stream)
     torch.cuda.synchronize()

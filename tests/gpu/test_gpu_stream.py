@@ -15,7 +15,14 @@ from kda_kernels.device.gpu import current_gpu
 from kda_kernels.operands import StepOperands, make_step
 from kda_kernels.problem import Problem
 from kda_kernels.variants import stream
-from support.gpu_checks import bf16_weights, check, check_far_pages, check_repeatable, longer_records, longer_window
+from support.gpu_checks import (
+    bf16_weights,
+    check,
+    check_far_pages,
+    check_repeatable,
+    longer_records,
+    longer_window,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -35,7 +42,9 @@ def test_every_kind(kind: Any, tokens: int, dtype: Any, layout: Any, inputs: Any
 
 
 @pytest.mark.parametrize("sms", [1, 2, 3, 5])
-@pytest.mark.parametrize(("requests", "heads"), [(1, 1), (1, 2), (1, 7), (7, 1), (3, 3), (5, 4), (29, 1)])
+@pytest.mark.parametrize(
+    ("requests", "heads"), [(1, 1), (1, 2), (1, 7), (7, 1), (3, 3), (5, 4), (29, 1)]
+)
 @pytest.mark.parametrize(("kind", "tokens"), [("decode", 1), ("record", 4), ("spec", 3)])
 def test_items_per_cta(sms: int, requests: int, heads: int, kind: Any, tokens: int) -> None:
     """1, 2, 3, 7 and more, heads that change at any of them, last CTAs with fewer."""
@@ -53,17 +62,27 @@ def test_heads_that_fill_the_machine(heads: int, kind: Any, tokens: int, pdl: bo
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize(("kind", "tokens"), [("decode", 1), ("record", 4), ("record", 8), ("spec", 2)])
+@pytest.mark.parametrize(
+    ("kind", "tokens"), [("decode", 1), ("record", 4), ("record", 8), ("spec", 2)]
+)
 def test_many_items(dtype: Any, kind: Any, tokens: int) -> None:
     problem = Problem(kind, 256, 12, tokens, state_dtype=dtype)
-    check(stream, problem, stream.Spec(), make_step(problem, seed=2, null_requests=(0, 100, 101, 255)))
+    check(
+        stream, problem, stream.Spec(), make_step(problem, seed=2, null_requests=(0, 100, 101, 255))
+    )
 
 
 @pytest.mark.parametrize(("kind", "tokens"), FEW)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     "choices",
-    [{"gate_mode": 1}, {"evict": True, "ahead": True}, {"stream_hints": True}, {"terms": 1}, {"window": 14}],
+    [
+        {"gate_mode": 1},
+        {"evict": True, "ahead": True},
+        {"stream_hints": True},
+        {"terms": 1},
+        {"window": 14},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("pdl", [False, True])
@@ -78,7 +97,13 @@ def test_choices(kind: Any, tokens: int, dtype: Any, choices: dict[str, Any], pd
 @pytest.mark.parametrize("stages", [1, 2])
 def test_stages(kind: Any, tokens: int, layout: Any, stages: int) -> None:
     problem = Problem(kind, 19, 6, tokens, conv_layout=layout)
-    check(stream, problem, stream.Spec(stages=stages), make_step(problem, seed=1, null_requests=(4,)), sms=7)
+    check(
+        stream,
+        problem,
+        stream.Spec(stages=stages),
+        make_step(problem, seed=1, null_requests=(4,)),
+        sms=7,
+    )
 
 
 @pytest.mark.parametrize(("kind", "tokens"), FEW)
@@ -93,10 +118,20 @@ def test_stages(kind: Any, tokens: int, layout: Any, stages: int) -> None:
     ids=["longer window", "bf16 weights", "no bias"],
 )
 def test_layouts_and_weights(
-    kind: Any, tokens: int, layout: Any, change: Callable[[StepOperands], StepOperands], choices: dict[str, Any]
+    kind: Any,
+    tokens: int,
+    layout: Any,
+    change: Callable[[StepOperands], StepOperands],
+    choices: dict[str, Any],
 ) -> None:
     problem = Problem(kind, 5, 3, tokens, conv_layout=layout)
-    check(stream, problem, stream.Spec(**choices), change(make_step(problem, seed=2, null_requests=(1, 4))), sms=2)
+    check(
+        stream,
+        problem,
+        stream.Spec(**choices),
+        change(make_step(problem, seed=2, null_requests=(1, 4))),
+        sms=2,
+    )
 
 
 @pytest.mark.parametrize("tokens", [2, 4, 8])
@@ -127,7 +162,8 @@ def test_offsets_beyond_32_bits(kind: Any, tokens: int) -> None:
 @pytest.mark.parametrize(("kind", "tokens"), FEW)
 @pytest.mark.parametrize("ahead", [False, True])
 def test_repeated_launches_agree(kind: Any, tokens: int, ahead: bool) -> None:
-    """A chain of launches with programmatic edges over eight layers; bits depend on the inputs alone."""
+    """A chain of launches with programmatic edges over eight layers; bits depend on the inputs
+    alone."""
     problem = Problem(kind, 33, 12, tokens)
     compiled = stream.compile(problem, stream.Spec(ahead=ahead, pdl=True), current_gpu())
     check_repeatable(stream, compiled, lambda i: make_step(problem, seed=6 + i))

@@ -1,4 +1,5 @@
-"""64 steps of a serving trace on a GPU: stock and the fused cores, eager and deferred, against float64."""
+"""64 steps of a serving trace on a GPU: stock and the fused cores, eager and deferred, against
+float64."""
 
 from __future__ import annotations
 
@@ -8,7 +9,10 @@ import torch
 from kda_kernels.check.trace import Engine, Shape, Trace, VariantKernels, run
 from kda_kernels.device.gpu import current_gpu
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 COMMIT = {"source": "ring", "heads_per_cta": 1}
 RECORD = {
@@ -31,11 +35,15 @@ def test_no_error_grows_over_64_steps(heads: int, requests: int, tokens: int) ->
     served, gpu = Trace(Shape(heads, tokens, requests), 64, seed=heads + tokens), current_gpu()
     engines = [Engine("stock", served, VariantKernels({"record": ("stock", {})}, None, gpu))]
     for name, options in RECORD.items():
-        engines.append(Engine(name, served, VariantKernels({"record": (name, options)}, COMMIT, gpu)))
+        engines.append(
+            Engine(name, served, VariantKernels({"record": (name, options)}, COMMIT, gpu))
+        )
     for name, variant in REPLAY.items():
         steps = {"record": ("KdaSplit", RECORD["KdaSplit"]), "replay": variant}
         threshold = heads * (requests + 1) // 2
-        engines.append(Engine(name, served, VariantKernels(steps, COMMIT, gpu), lambda n, t=threshold: n >= t))
+        engines.append(
+            Engine(name, served, VariantKernels(steps, COMMIT, gpu), lambda n, t=threshold: n >= t)
+        )
     outcome = run(served, engines)
     assert outcome.failed == []
     for engine in engines:

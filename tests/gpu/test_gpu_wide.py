@@ -27,14 +27,20 @@ KINDS = (
     *(("record", q, "chunked") for q in range(2, 9)),
     *(("spec", q, "recurrence") for q in range(2, 9)),
 )
-FEW = tuple(k for k in KINDS if k[:2] in (("decode", 1), ("record", 3), ("record", 4), ("record", 8), ("spec", 3)))
+FEW = tuple(
+    k
+    for k in KINDS
+    if k[:2] in (("decode", 1), ("record", 3), ("record", 4), ("record", 8), ("spec", 3))
+)
 
 
 @pytest.mark.parametrize(("kind", "tokens", "form"), KINDS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("gate_mode", [0, 1])
 @pytest.mark.parametrize("inputs", ["model", "generic"])
-def test_every_kind(kind: Any, tokens: int, form: Any, dtype: Any, gate_mode: int, inputs: Any) -> None:
+def test_every_kind(
+    kind: Any, tokens: int, form: Any, dtype: Any, gate_mode: int, inputs: Any
+) -> None:
     problem = Problem(kind, 37, 3, tokens, state_dtype=dtype)
     operands = make_step(problem, seed=tokens, pad=64, null_requests=(0, 7, 36), inputs=inputs)
     check(wide, problem, wide.Spec(form, gate_mode=gate_mode), operands)
@@ -43,14 +49,20 @@ def test_every_kind(kind: Any, tokens: int, form: Any, dtype: Any, gate_mode: in
 @pytest.mark.parametrize("heads", [1, 6, 8, 12, 24, 64, 96])
 @pytest.mark.parametrize(("kind", "tokens", "form"), FEW)
 @pytest.mark.parametrize("pdl", [False, True])
-def test_heads_that_fill_the_machine(heads: int, kind: Any, tokens: int, form: Any, pdl: bool) -> None:
+def test_heads_that_fill_the_machine(
+    heads: int, kind: Any, tokens: int, form: Any, pdl: bool
+) -> None:
     problem = Problem(kind, 16, heads, tokens)
-    check(wide, problem, wide.Spec(form, pdl=pdl), make_step(problem, seed=heads, null_requests=(3,)))
+    check(
+        wide, problem, wide.Spec(form, pdl=pdl), make_step(problem, seed=heads, null_requests=(3,))
+    )
 
 
 @pytest.mark.parametrize(("kind", "tokens", "form"), FEW)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("choices", [{"evict": True}, {"stream_hints": True}, {"terms": 1}], ids=str)
+@pytest.mark.parametrize(
+    "choices", [{"evict": True}, {"stream_hints": True}, {"terms": 1}], ids=str
+)
 def test_choices(kind: Any, tokens: int, form: Any, dtype: Any, choices: dict[str, Any]) -> None:
     problem = Problem(kind, 9, 6, tokens, state_dtype=dtype)
     operands = make_step(problem, seed=1, pad=16, null_requests=(4,), inputs="generic")
@@ -60,9 +72,16 @@ def test_choices(kind: Any, tokens: int, form: Any, dtype: Any, choices: dict[st
 @pytest.mark.parametrize("tokens", range(2, 9))
 @pytest.mark.parametrize("layout", ["dim-first", "window-major"])
 @pytest.mark.parametrize("ctas", [1, 2, 3])
-def test_records_with_fewer_lines_of_the_state_at_a_time(tokens: int, layout: Any, ctas: int) -> None:
+def test_records_with_fewer_lines_of_the_state_at_a_time(
+    tokens: int, layout: Any, ctas: int
+) -> None:
     problem = Problem("record", 90, 12, tokens, conv_layout=layout)
-    check(wide, problem, wide.Spec("chunked", ctas=ctas), make_step(problem, seed=7, pad=16, null_requests=(4,)))
+    check(
+        wide,
+        problem,
+        wide.Spec("chunked", ctas=ctas),
+        make_step(problem, seed=7, pad=16, null_requests=(4,)),
+    )
 
 
 @pytest.mark.parametrize("tokens", [2, 5, 8])
@@ -88,7 +107,12 @@ def test_layouts_and_weights(
     choices: dict[str, Any],
 ) -> None:
     problem = Problem(kind, 5, 3, tokens, conv_layout=layout)
-    check(wide, problem, wide.Spec(form, **choices), change(make_step(problem, seed=2, null_requests=(1, 4))))
+    check(
+        wide,
+        problem,
+        wide.Spec(form, **choices),
+        change(make_step(problem, seed=2, null_requests=(1, 4))),
+    )
 
 
 @pytest.mark.parametrize("tokens", [2, 4, 8])
@@ -108,7 +132,9 @@ def test_gates_at_their_bounds(dtype: Any, bound: float) -> None:
     check(wide, problem, wide.Spec("chunked"), o)
 
 
-@pytest.mark.parametrize(("kind", "tokens", "form"), [("decode", 1, "recurrence"), ("record", 2, "chunked")])
+@pytest.mark.parametrize(
+    ("kind", "tokens", "form"), [("decode", 1, "recurrence"), ("record", 2, "chunked")]
+)
 def test_offsets_beyond_32_bits(kind: Any, tokens: int, form: Any) -> None:
     problem = Problem(kind, 2, 12, tokens)
     small = make_step(problem, seed=5)
@@ -118,7 +144,8 @@ def test_offsets_beyond_32_bits(kind: Any, tokens: int, form: Any) -> None:
 
 @pytest.mark.parametrize(("kind", "tokens", "form"), FEW)
 def test_repeated_launches_agree(kind: Any, tokens: int, form: Any) -> None:
-    """A chain of launches with programmatic edges over eight layers; bits depend on the inputs alone."""
+    """A chain of launches with programmatic edges over eight layers; bits depend on the inputs
+    alone."""
     problem = Problem(kind, 33, 12, tokens)
     compiled = wide.compile(problem, wide.Spec(form, pdl=True), current_gpu())
     check_repeatable(wide, compiled, lambda i: make_step(problem, seed=6 + i))

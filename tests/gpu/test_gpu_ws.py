@@ -27,7 +27,9 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["record", "spec"])
 def test_every_window(tokens: int, dtype: Any, layout: Any, kind: Any) -> None:
     problem = Problem(kind, 37, 3, tokens, state_dtype=dtype, conv_layout=layout)
-    operands = make_step(problem, seed=tokens, pad=64, null_requests=(0, 7, 8, 36), inputs="generic")
+    operands = make_step(
+        problem, seed=tokens, pad=64, null_requests=(0, 7, 8, 36), inputs="generic"
+    )
     check(ws, problem, ws.Spec(), operands)
     check(ws, problem, ws.Spec(), operands, sms=9)
 
@@ -37,7 +39,9 @@ def test_every_window(tokens: int, dtype: Any, layout: Any, kind: Any) -> None:
 @pytest.mark.parametrize("sms", [1, 5, None])
 def test_decode(dtype: Any, layout: Any, sms: int | None) -> None:
     problem = Problem("decode", 37, 3, state_dtype=dtype, conv_layout=layout)
-    check(ws, problem, ws.Spec(), make_step(problem, seed=1, pad=64, null_requests=(0, 7, 8, 36)), sms)
+    check(
+        ws, problem, ws.Spec(), make_step(problem, seed=1, pad=64, null_requests=(0, 7, 8, 36)), sms
+    )
 
 
 def test_accepted_counts_beyond_the_window_and_none() -> None:
@@ -48,7 +52,9 @@ def test_accepted_counts_beyond_the_window_and_none() -> None:
 
 
 @pytest.mark.parametrize("sms", [1, 2, 3, 4, 5, 7])
-@pytest.mark.parametrize(("requests", "heads"), [(1, 1), (1, 2), (1, 7), (7, 1), (3, 3), (5, 4), (29, 1)])
+@pytest.mark.parametrize(
+    ("requests", "heads"), [(1, 1), (1, 2), (1, 7), (7, 1), (3, 3), (5, 4), (29, 1)]
+)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_items_per_cta(sms: int, requests: int, heads: int, dtype: Any) -> None:
     """1, 2, 3, 7 and more, last CTAs with fewer."""
@@ -109,7 +115,13 @@ def test_padded_strides_and_longer_windows(layout: Any, tokens: int, window: int
     rows, pitch = o.projected.shape
     projected = torch.full((rows, pitch + 24), torch.nan, dtype=torch.bfloat16, device="cuda")
     projected[:, :pitch] = o.projected
-    check(ws, problem, ws.Spec(window=window), replace(o, conv_state=conv_state, projected=projected), sms=5)
+    check(
+        ws,
+        problem,
+        ws.Spec(window=window),
+        replace(o, conv_state=conv_state, projected=projected),
+        sms=5,
+    )
 
 
 def test_longer_records_negative_rows_and_a_column_of_a_slot_table() -> None:
@@ -124,7 +136,9 @@ def test_longer_records_negative_rows_and_a_column_of_a_slot_table() -> None:
         "corrections": torch.randn(16, 6, 7, 128, device="cuda"),
         "key_gates": torch.randn(16, 6, 7, 256, device="cuda").bfloat16(),
     }
-    check(ws, problem, ws.Spec(), replace(o, record_rows=rows, slots=table[:, :1], **records), sms=4)
+    check(
+        ws, problem, ws.Spec(), replace(o, record_rows=rows, slots=table[:, :1], **records), sms=4
+    )
 
 
 @pytest.mark.parametrize("null", [(0,), (0, 1), tuple(range(6))])
@@ -132,7 +146,13 @@ def test_null_requests_first_last_and_alone(null: tuple[int, ...]) -> None:
     problem = Problem("record", 6, 2, 4)
     for sms in (1, 2, 6):
         check(ws, problem, ws.Spec(), make_step(problem, seed=5, null_requests=null), sms)
-        check(ws, problem, ws.Spec(), make_step(problem, seed=6, null_requests=tuple(5 - b for b in null)), sms)
+        check(
+            ws,
+            problem,
+            ws.Spec(),
+            make_step(problem, seed=6, null_requests=tuple(5 - b for b in null)),
+            sms,
+        )
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -142,10 +162,14 @@ def test_offsets_beyond_32_bits(dtype: Any) -> None:
     pages = 2**31 // (12 * 128 * 128) + 3  # the last slots begin past 2^31 elements
     state = torch.empty((pages, 12, 128, 128), dtype=small.state.dtype, device="cuda")
     slots = torch.tensor([[pages - 1], [1], [pages - 2]], dtype=torch.int32, device="cuda")
-    conv_state = torch.zeros((pages, *small.conv_state.shape[1:]), dtype=torch.bfloat16, device="cuda")
+    conv_state = torch.zeros(
+        (pages, *small.conv_state.shape[1:]), dtype=torch.bfloat16, device="cuda"
+    )
     state[slots[:, 0].long()] = small.state[small.slots[:, 0].long()]
     conv_state[slots[:, 0].long()] = small.conv_state[small.slots[:, 0].long()]
-    large = replace(small, state=state, slots=slots, conv_state=conv_state, out=torch.empty_like(small.out))
+    large = replace(
+        small, state=state, slots=slots, conv_state=conv_state, out=torch.empty_like(small.out)
+    )
     compiled = ws.compile(problem, ws.Spec(), current_gpu())
     for operands in (small, large):
         ws.launch(compiled, operands, 0)
@@ -156,9 +180,11 @@ def test_offsets_beyond_32_bits(dtype: Any) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_repeated_launches_agree(dtype: Any) -> None:
-    """The window rolls from launch to launch, so every one differs from the last; the bits depend on inputs alone.
+    """The window rolls from launch to launch, so every one differs from the last; the bits depend
+    on inputs alone.
 
-    Without programmatic launches: the window is read before their wait, and here the launch before still writes it.
+    Without programmatic launches: the window is read before their wait, and here the launch before
+    still writes it.
     """
     problem = Problem("record", 90, 12, 8, state_dtype=dtype)
     a, b = (make_step(problem, seed=10, null_requests=(17,)) for _ in range(2))

@@ -69,7 +69,9 @@ def fitted(rows: Sequence[Measurement]) -> tuple[Any, Any]:
     return fit.fit(rows, synthetic.ENVS, resamples=0)
 
 
-def write(folder: Path, found: Sequence[Measurement], envs: dict[str, dict[str, Any]] = synthetic.ENVS) -> Path:
+def write(
+    folder: Path, found: Sequence[Measurement], envs: dict[str, dict[str, Any]] = synthetic.ENVS
+) -> Path:
     measurements.dump(found, folder / "dispatch.jsonl")
     (folder / "env.json").write_text(json.dumps(envs))
     return folder / "dispatch.jsonl"
@@ -98,14 +100,16 @@ def test_case_01_cold_and_warm_are_not_mixed(tmp_path: Path) -> None:
         fitted(rows)
     path = write(tmp_path, [synthetic.measurement(CELL, STOCK, [5.0], unique_bytes=10**8)])
     with pytest.raises(
-        MeasurementError, match=r"unique_bytes: 100000000: below 3 x the L2 of 50000000 bytes is not cold"
+        MeasurementError,
+        match=r"unique_bytes: 100000000: below 3 x the L2 of 50000000 bytes is not cold",
     ):
         measurements.load([path])
 
 
 @pytest.mark.gpu
 def test_case_01_more_copies_are_no_slower() -> None:
-    """The time of one launch plateaus: 4 times the copies of a cold cell take as long per launch."""
+    """The time of one launch plateaus: 4 times the copies of a cold cell take as long per
+    launch."""
     from support import planted
 
     times = planted.times_by_copies(Cell("decode", 1, 12, context="isolated"), (1, 4))
@@ -134,7 +138,10 @@ def test_case_03_faster_than_memory_cannot_win() -> None:
     assert "is below" in str(cell_bench.below_floor(CELL, 0.9 * floor_us, peak))
     assert cell_bench.below_floor(CELL, 1.1 * floor_us, peak) is None
     assert cell_bench.below_floor(replace(CELL, l2="warm"), 0.5 * floor_us, peak) is None
-    rows = [synthetic.measurement(CELL, STOCK, [5.0]), synthetic.failed(CELL, split(1), "implausible")]
+    rows = [
+        synthetic.measurement(CELL, STOCK, [5.0]),
+        synthetic.failed(CELL, split(1), "implausible"),
+    ]
     policy, found = fitted(rows)
     assert emit.load(emit.emit(policy)).choose(12, 4, 1, "decode").variant == "stock"
     assert found.statuses == {"implausible": 1, "ok": 1}
@@ -142,7 +149,10 @@ def test_case_03_faster_than_memory_cannot_win() -> None:
 
 def test_case_04_a_winner_of_one_gate_distribution_that_loses_at_another_is_reported() -> None:
     rows = []
-    for inputs, us in (("model", {STOCK: 7.0, split(1): 5.0}), ("generic", {STOCK: 5.0, split(1): 7.0})):
+    for inputs, us in (
+        ("model", {STOCK: 7.0, split(1): 5.0}),
+        ("generic", {STOCK: 5.0, split(1): 7.0}),
+    ):
         rows += [synthetic.measurement(replace(CELL, inputs=inputs), c, [t]) for c, t in us.items()]  # type: ignore[arg-type]
     policy, found = fitted(rows)
     assert found.flips == ((CELL, pytest.approx(0.4)),)
@@ -158,13 +168,21 @@ IMPOSSIBLE = [math.nan, math.inf, -math.inf, 0.0, -1.0]
 def test_case_05_impossible_samples_never_win(time_us: float, tmp_path: Path) -> None:
     kept: list[tuple[Candidate, Reading]] = []
     clock = FixedClock(lambda c, index: Reading(time_us if c == BETTER else 5.0))
-    contest = run_contest([GOOD, BETTER], clock, Plan(), on_round=lambda i, readings: kept.extend(readings))
+    contest = run_contest(
+        [GOOD, BETTER], clock, Plan(), on_round=lambda i, readings: kept.extend(readings)
+    )
     assert contest.best == GOOD
     assert "impossible sample" in contest.left[BETTER]
     assert {c for c, _ in kept} == {GOOD}
-    with Journal.open(tmp_path / "a.db", "sha256:0", "?") as journal, pytest.raises(ValueError, match="finite and > 0"):
+    with (
+        Journal.open(tmp_path / "a.db", "sha256:0", "?") as journal,
+        pytest.raises(ValueError, match="finite and > 0"),
+    ):
         journal.add_round(CELL, 0, 0, [(GOOD, time_us, None, None)])
-    line = synthetic.measurement(CELL, STOCK, [5.0]).to_json() | {"samples_us": [time_us], "rounds": [0]}
+    line = synthetic.measurement(CELL, STOCK, [5.0]).to_json() | {
+        "samples_us": [time_us],
+        "rounds": [0],
+    }
     with pytest.raises(MeasurementError, match="samples_us"):
         Measurement.from_json(line | {"sm_clock_mhz": [None], "throttled": [None]})
     if not math.isfinite(time_us):
@@ -191,25 +209,38 @@ def test_case_05_empty_single_and_failed(tmp_path: Path) -> None:
 
 def test_case_06_a_clock_that_never_recovers_ends_unstable() -> None:
     seen: list[int] = []
-    clock = FixedClock(lambda c, index: Reading(5.0 / 0.6, 1188, True) if index else Reading(5.0, 1980, False))
+    clock = FixedClock(
+        lambda c, index: Reading(5.0 / 0.6, 1188, True) if index else Reading(5.0, 1980, False)
+    )
     begin = time.monotonic()
-    contest = run_contest([GOOD, BETTER], clock, Plan(), on_round=lambda i, readings: seen.append(i))
+    contest = run_contest(
+        [GOOD, BETTER], clock, Plan(), on_round=lambda i, readings: seen.append(i)
+    )
     assert time.monotonic() - begin < 1
     assert len(seen) == 1 + Plan().max_repeats + 1
-    assert contest.unstable == "the SM clock was at 60% of 1980 MHz, and 4 repeated rounds did not help"
+    assert (
+        contest.unstable
+        == "the SM clock was at 60% of 1980 MHz, and 4 repeated rounds did not help"
+    )
     assert all(math.isfinite(us) for samples in contest.samples.values() for us in samples)
 
 
 def test_case_06_unstable_is_a_status_with_its_samples(tmp_path: Path) -> None:
     rows = [
-        replace(synthetic.measurement(CELL, c, [8.0] * 9), sm_clock_mhz=(1100,) * 9, throttled=(True,) * 9)
+        replace(
+            synthetic.measurement(CELL, c, [8.0] * 9),
+            sm_clock_mhz=(1100,) * 9,
+            throttled=(True,) * 9,
+        )
         for c in (GOOD, BETTER)
     ]
     write(tmp_path / "results" / "synthetic-one", rows)
     sweep = workers.make_sweep(tmp_path, (GOOD, BETTER), requests=(4,))
     summary = workers.run(sweep, tmp_path, device="replay:synthetic-one")
     assert {r.status for r in summary.measurements} == {"unstable"}
-    assert all("the SM clock was at 55%" in str(r.reason) and r.samples_us for r in summary.measurements)
+    assert all(
+        "the SM clock was at 55%" in str(r.reason) and r.samples_us for r in summary.measurements
+    )
     assert summary.without_winner == (CELL,)
 
 
@@ -219,14 +250,19 @@ def test_case_07_a_failed_capture_has_no_time(tmp_path: Path) -> None:
     assert [(r.status, r.samples_us) for r in failed] == [("capture_failed", ())]
     line = synthetic.failed(CELL, STOCK, "capture_failed").to_json()
     with pytest.raises(MeasurementError, match="status capture_failed has no time"):
-        Measurement.from_json(line | {"samples_us": [5.0], "rounds": [0], "sm_clock_mhz": [None], "throttled": [None]})
+        Measurement.from_json(
+            line | {"samples_us": [5.0], "rounds": [0], "sm_clock_mhz": [None], "throttled": [None]}
+        )
 
 
 @pytest.mark.gpu
 def test_case_07_what_cannot_be_captured_gets_its_status() -> None:
     from support import planted
 
-    assert planted.statuses(Cell("decode", 4, 12), ["Synchronizes"])["Synchronizes"][0] == "capture_failed"
+    assert (
+        planted.statuses(Cell("decode", 4, 12), ["Synchronizes"])["Synchronizes"][0]
+        == "capture_failed"
+    )
 
 
 HALF_DONE = ["nothing", "half the heads", "no state", "no window", "no records", "another's slots"]
@@ -253,7 +289,9 @@ def test_case_08_what_writes_too_little_is_wrong_after_poison(leaves_out: str) -
         if fault not in ("no state", "another's slots"):
             step.state.copy_(expected.state)
         if fault == "another's slots":
-            step.state.copy_(expected.state[torch.randperm(len(expected.state), generator=torch.Generator())])
+            step.state.copy_(
+                expected.state[torch.randperm(len(expected.state), generator=torch.Generator())]
+            )
         if fault != "no window":
             step.conv_state.copy_(expected.conv_state)
         if step.corrections is not None and fault != "no records":
@@ -291,7 +329,11 @@ def test_case_09_a_state_that_drifts_away_is_noticed() -> None:
     step = make_step(CELL.problem, seed=1, device="cpu")
     step.out.zero_()
     assert cell_bench.degenerate(step) is None
-    for value, why in ((math.inf, "not all finite"), (math.nan, "not all finite"), (1e-39, "denormal")):
+    for value, why in (
+        (math.inf, "not all finite"),
+        (math.nan, "not all finite"),
+        (1e-39, "denormal"),
+    ):
         broken = replace(step, state=torch.full_like(step.state, value))
         assert why in str(cell_bench.degenerate(broken))
 
@@ -327,7 +369,9 @@ def test_case_10_a_crash_costs_the_guilty_candidate_alone(tmp_path: Path) -> Non
     """Six ways to go in one cell, and one candidate that merely talks much."""
     guilty = {candidate(4 + i, does): word for i, (does, word) in enumerate(CRASHES.items())}
     loud = candidate(3, "much on stderr")
-    summary = workers.run(workers.make_sweep(tmp_path, (GOOD, *guilty, BETTER, loud), processes=2), tmp_path)
+    summary = workers.run(
+        workers.make_sweep(tmp_path, (GOOD, *guilty, BETTER, loud), processes=2), tmp_path
+    )
     outcomes = {(r.candidate, r.process): r for r in summary.measurements}
     for bad, word in guilty.items():
         assert outcomes[bad, 0].status == "fault"
@@ -357,7 +401,9 @@ def test_case_11_a_hang_costs_its_limit_and_is_remembered(
     sweep = workers.make_sweep(tmp_path, (GOOD, bad, BETTER))
     begin = time.monotonic()
     summary = workers.run(sweep, tmp_path)
-    assert time.monotonic() - begin < 1 + 5 + 4  # limit, allowance, and two workers' start on a busy machine
+    assert (
+        time.monotonic() - begin < 1 + 5 + 4
+    )  # limit, allowance, and two workers' start on a busy machine
     found = {r.candidate: r for r in summary.measurements}
     assert found[bad].status == "timeout"
     assert "no answer within 1 s of phase" in str(found[bad].reason)
@@ -370,12 +416,15 @@ def test_case_11_a_hang_costs_its_limit_and_is_remembered(
 def test_case_11_no_process_is_left_behind(tmp_path: Path) -> None:
     begin = time.monotonic()
     workers.run(workers.make_sweep(tmp_path, (GOOD, candidate(4, "leave a child"))), tmp_path)
-    assert time.monotonic() - begin < 30, "that its child holds the pipe doesn't hide a worker's end"
+    assert time.monotonic() - begin < 30, (
+        "that its child holds the pipe doesn't hide a worker's end"
+    )
     assert not processes_of(tmp_path)
 
 
 def processes_of(tmp_path: Path) -> list[int]:
-    """Running processes, this one aside, that a test started: known by the folder of locks in their environment."""
+    """Running processes, this one aside, that a test started: known by the folder of locks in their
+    environment."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -389,7 +438,9 @@ def processes_of(tmp_path: Path) -> list[int]:
 
 
 @pytest.mark.gpu
-def test_case_11_a_spinning_kernel_costs_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_case_11_a_spinning_kernel_costs_its_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from support import planted
 
     monkeypatch.setitem(worker_process.LIMITS_S, "check", 10.0)
@@ -416,7 +467,12 @@ def test_case_12_a_journal_cut_anywhere_keeps_all_complete_results(tmp_path: Pat
         content = log.read_bytes()
         shutil.copy(path, tmp_path / "whole.db")
     rng = random.Random(1)
-    places = {0, len(content), *(end + off for end in ends for off in (-1, 0, 1)), *rng.sample(range(len(content)), 40)}
+    places = {
+        0,
+        len(content),
+        *(end + off for end in ends for off in (-1, 0, 1)),
+        *rng.sample(range(len(content)), 40),
+    }
     for at in sorted(place for place in places if place <= len(content)):
         shutil.copy(tmp_path / "whole.db", path)
         log.write_bytes(content[:at])
@@ -446,7 +502,9 @@ def test_case_12_leases_of_a_killed_writer_are_free_again(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("field", [*provenance.FIELDS, "code"])
-def test_case_13_each_altered_field_is_refused_warned_of_or_free(tmp_path: Path, field: str) -> None:
+def test_case_13_each_altered_field_is_refused_warned_of_or_free(
+    tmp_path: Path, field: str
+) -> None:
     other = synthetic.ENV | {field: "altered"} if field in provenance.FIELDS else synthetic.ENV
     envs = synthetic.ENVS | {provenance.digest(other): other}
     changes = {"code": "altered-0"} if field == "code" else {"env": provenance.digest(other)}
@@ -460,9 +518,9 @@ def test_case_13_each_altered_field_is_refused_warned_of_or_free(tmp_path: Path,
                 measurements.load([path])
         else:
             assert len(measurements.load([path])) == 2
-    assert [str(w.message).startswith(field) for w in seen if w.category is ProvenanceWarning] == [True] * (
-        kind == "soft"
-    )
+    assert [str(w.message).startswith(field) for w in seen if w.category is ProvenanceWarning] == [
+        True
+    ] * (kind == "soft")
 
 
 def test_case_14_device_names_become_safe_and_distinct_slugs() -> None:
@@ -479,7 +537,11 @@ def test_case_14_device_names_become_safe_and_distinct_slugs() -> None:
 def test_case_15_a_policy_is_asked_at_odd_places() -> None:
     import torch
 
-    module = emit.load(emit.emit(fitted(list(synthetic.measurements(synthetic.cells(), noise=0.0, processes=1)))[0]))
+    module = emit.load(
+        emit.emit(
+            fitted(list(synthetic.measurements(synthetic.cells(), noise=0.0, processes=1)))[0]
+        )
+    )
     for bad in (0, -1):
         with pytest.raises(ValueError, match="requests"):
             module.choose(12, bad, 1, "decode")
@@ -497,13 +559,19 @@ def test_case_15_a_policy_is_asked_at_odd_places() -> None:
 
 SM_COUNTS = {108, 114, 132, 148}
 """Of the A100, H100 PCIe, H100 SXM and H200, B200."""
-NOT_OF_A_CHIP = {"kernels/kda_kernels/build.py": "cross-compiling needs some count and depends on none"}
+NOT_OF_A_CHIP = {
+    "kernels/kda_kernels/build.py": "cross-compiling needs some count and depends on none"
+}
 
 
 def test_case_16_a_policy_of_another_chip_says_so() -> None:
     module = emit.load(emit.emit(fitted(list(synthetic.measurements([CELL])))[0]))
     assert module.matches("SYNTHETIC ONE", 100, (9, 0))
-    for other in (("SYNTHETIC TWO", 100, (9, 0)), ("SYNTHETIC ONE", 99, (9, 0)), ("SYNTHETIC ONE", 100, (10, 0))):
+    for other in (
+        ("SYNTHETIC TWO", 100, (9, 0)),
+        ("SYNTHETIC ONE", 99, (9, 0)),
+        ("SYNTHETIC ONE", 100, (10, 0)),
+    ):
         assert not module.matches(*other)
 
 
@@ -513,7 +581,11 @@ def test_case_16_no_sm_count_is_written_into_the_code() -> None:
     for path in sources:
         name = str(path.relative_to(ROOT))
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Constant) and type(node.value) is int and node.value in SM_COUNTS:
+            if (
+                isinstance(node, ast.Constant)
+                and type(node.value) is int
+                and node.value in SM_COUNTS
+            ):
                 found.append(f"{name}:{node.lineno}: {node.value}")
     assert not [place for place in found if place.split(":")[0] not in NOT_OF_A_CHIP]
 
@@ -527,7 +599,8 @@ def test_case_17_a_step_faster_with_more_requests_is_blamed_on_its_threshold() -
     rows = [synthetic.measurement(cells[n], c, [us]) for n, pair in steps.items() for c, us in zip((STOCK, split(1)), pair, strict=True)]  # fmt: skip
     grid = regret.make_grid(rows)
     avoidable = [
-        replace(r, samples_us=(3.05,)) if (r.cell.requests, r.candidate) == (35, split(1)) else r for r in rows
+        replace(r, samples_us=(3.05,)) if (r.cell.requests, r.candidate) == (35, split(1)) else r
+        for r in rows
     ]
     explain = lambda *key: type("Why", (), {"rule": "STOCK_ITEMS"})  # noqa: E731
     at = {c: i for i, c in enumerate(grid.candidates)}
@@ -538,17 +611,22 @@ def test_case_17_a_step_faster_with_more_requests_is_blamed_on_its_threshold() -
 
 
 def test_case_18_a_bias_of_the_session_is_no_verdict_within_it() -> None:
-    """Every sample of a session 3 % slower: the pairs of a round, and of one candidate with itself, don't show it."""
+    """Every sample of a session 3 % slower: the pairs of a round, and of one candidate with itself,
+    don't show it."""
     false_alarms, judged = 0, 0
     for seed in range(200):
         rng = random.Random(seed)
         bias = rng.choice([1.0, 1.03])
-        clock = FixedClock(lambda c, index, rng=rng, bias=bias: Reading(5 * bias * (1 + rng.gauss(0, 0.004))))  # type: ignore[misc]
+        clock = FixedClock(
+            lambda c, index, rng=rng, bias=bias: Reading(5 * bias * (1 + rng.gauss(0, 0.004)))
+        )  # type: ignore[misc]
         contest = run_contest([GOOD, BETTER], clock, Plan(max_rounds=12, seconds=60, seed=seed))
         false_alarms += any("settled" in why for why in contest.left.values())
         assert contest.sentinel is not None
         row = synthetic.measurement(CELL, contest.sentinel, contest.samples[contest.sentinel])
-        verdict = twin_verdict(twins(replace(row, rounds=tuple(contest.rounds[contest.sentinel]))), Plan())
+        verdict = twin_verdict(
+            twins(replace(row, rounds=tuple(contest.rounds[contest.sentinel]))), Plan()
+        )
         judged += verdict is not None
         false_alarms += verdict not in (None, "same")
     assert judged > 150
@@ -556,8 +634,9 @@ def test_case_18_a_bias_of_the_session_is_no_verdict_within_it() -> None:
 
 
 def test_case_18_all_slower_and_none_faster_warns_about_the_session() -> None:
-    """A/A of two sessions, each with a bias of its own of up to 3 % and processes that differ: false alarms <= 1 % of
-    the rows and of the comparisons. Without anything unchanged to tell, one-sided findings warn about the session."""
+    """A/A of two sessions, each with a bias of its own of up to 3 % and processes that differ:
+    false alarms <= 1 % of the rows and of the comparisons. Without anything unchanged to tell,
+    one-sided findings warn about the session."""
     cells = [Cell("decode", requests, heads) for heads in (12, 96) for requests in (1, 4, 16, 64)]
 
     def measured(rng: random.Random, bias: float) -> compare.Side:
@@ -566,7 +645,11 @@ def test_case_18_all_slower_and_none_faster_warns_about_the_session() -> None:
             for one in (STOCK, split(1), split(4)):
                 for number in range(3):
                     us = synthetic.model_us(cell, one) * bias * rng.gauss(1, 0.003)
-                    rows.append(synthetic.measurement(cell, one, [us * rng.gauss(1, 0.004) for _ in range(8)], number))
+                    rows.append(
+                        synthetic.measurement(
+                            cell, one, [us * rng.gauss(1, 0.004) for _ in range(8)], number
+                        )
+                    )
         return compare.Side("a session", rows, synthetic.ENVS)
 
     alarms, rows, alarmed, warned, of = 0, 0, 0, 0, 100
@@ -577,7 +660,10 @@ def test_case_18_all_slower_and_none_faster_warns_about_the_session() -> None:
         false = found.of("slower") + found.of("faster")
         alarms, rows, alarmed = alarms + len(false), rows + len(found.rows), alarmed + bool(false)
         if seed < 20:
-            slow = [replace(r, samples_us=tuple(us * 1.1 for us in r.samples_us), code="new-0") for r in a.measurements]
+            slow = [
+                replace(r, samples_us=tuple(us * 1.1 for us in r.samples_us), code="new-0")
+                for r in a.measurements
+            ]
             changed = compare.compare(a, replace(b, measurements=slow))
             assert changed.of("slower")
             assert not changed.of("faster")
@@ -617,9 +703,15 @@ def test_case_20_compilation_is_not_on_the_clock(tmp_path: Path) -> None:
 def test_case_21_magnitudes_decide_not_the_number_of_wins() -> None:
     """Stock wins five cells by 0.4 % and loses one by 30 %: no threshold hands it that one."""
     rows = []
-    for requests, (stock, splits) in {**dict.fromkeys((1, 2, 4, 8, 16), (1.0, 1.004)), 32: (1.3, 1.0)}.items():
+    for requests, (stock, splits) in {
+        **dict.fromkeys((1, 2, 4, 8, 16), (1.0, 1.004)),
+        32: (1.3, 1.0),
+    }.items():
         cell = Cell("decode", requests, 12)
-        rows += [synthetic.measurement(cell, STOCK, [stock]), synthetic.measurement(cell, split(1), [splits])]
+        rows += [
+            synthetic.measurement(cell, STOCK, [stock]),
+            synthetic.measurement(cell, split(1), [splits]),
+        ]
     policy, found = fitted(rows)
     assert emit.load(emit.emit(policy)).choose(12, 32, 1, "decode").variant == "KdaSplit"
     assert found.regret["all"].max < 0.005
@@ -635,7 +727,9 @@ def test_case_22_what_was_not_measured_is_no_pass() -> None:
     assert "2 cells" in text
     assert "no variant has a time in 1: decode heads=12 requests=1" in text
     shown = data._candidate_rows("a", rows)
-    figures = [(row["median_us"], row["efficiency"]) for row in shown if row["cell"]["requests"] == 1]
+    figures = [
+        (row["median_us"], row["efficiency"]) for row in shown if row["cell"]["requests"] == 1
+    ]
     assert figures == [(None, None)] * 2
     assert console.table(("us",), [(None,)]).splitlines()[1] == "-"
 
@@ -689,7 +783,9 @@ def test_case_25_two_sweeps_on_one_gpu(tmp_path: Path) -> None:
     """The second names the first and gives up; the first's work and lock are as they were."""
     held = session.lock_gpu(workers.ENV["uuid"])  # type: ignore[arg-type]
     sweep = workers.make_sweep(tmp_path, (GOOD,))
-    with pytest.raises(JournalBusy, match=rf"GPU-0: is being measured on by pid {os.getpid()} on ") as caught:
+    with pytest.raises(
+        JournalBusy, match=rf"GPU-0: is being measured on by pid {os.getpid()} on "
+    ) as caught:
         workers.run(sweep, tmp_path)
     assert caught.value.__cause__ is None, "the user's mistake, status 2"
     os.close(held)
@@ -700,12 +796,17 @@ def test_case_25_two_processes_on_one_journal(tmp_path: Path) -> None:
     code = "import sys; from pathlib import Path; from kdabench.measure.journal import *\n"
     code += "Journal.open(Path(sys.argv[1]), '', '')"
     with Journal.open(tmp_path / "a.db", "", "?"):
-        done = subprocess.run([sys.executable, "-c", code, tmp_path / "a.db"], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code, tmp_path / "a.db"], capture_output=True, text=True
+        )
     assert f"JournalBusy: {tmp_path}/a.db: is being written by pid {os.getpid()} on " in done.stderr
 
 
-def test_case_26_a_capture_waits_for_the_stream_that_wrote_the_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Late inputs: what other streams were told to do before is ordered before what is captured and replayed."""
+def test_case_26_a_capture_waits_for_the_stream_that_wrote_the_inputs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Late inputs: what other streams were told to do before is ordered before what is captured and
+    replayed."""
     from contextlib import contextmanager
     from types import SimpleNamespace
 
@@ -719,16 +820,27 @@ def test_case_26_a_capture_waits_for_the_stream_that_wrote_the_inputs(monkeypatc
         yield
         told.append("end")
 
-    stream = SimpleNamespace(cuda_stream=7, wait_stream=lambda other: told.append(f"wait for {other}"))
+    stream = SimpleNamespace(
+        cuda_stream=7, wait_stream=lambda other: told.append(f"wait for {other}")
+    )
     fake = SimpleNamespace(
-        CUDAGraph=lambda keep_graph: SimpleNamespace(instantiate=lambda: told.append("instantiate")),
+        CUDAGraph=lambda keep_graph: SimpleNamespace(
+            instantiate=lambda: told.append("instantiate")
+        ),
         current_stream=lambda: "the writer's",
         synchronize=lambda: told.append("synchronize"),
         graph=graph,
     )
     monkeypatch.setattr(cuda_graphs.torch, "cuda", fake)
     cuda_graphs.capture(lambda handle: told.append(f"enqueue on {handle}"), stream)  # type: ignore[arg-type]
-    assert told == ["wait for the writer's", "synchronize", "begin", "enqueue on 7", "end", "instantiate"]
+    assert told == [
+        "wait for the writer's",
+        "synchronize",
+        "begin",
+        "enqueue on 7",
+        "end",
+        "instantiate",
+    ]
 
 
 @pytest.mark.gpu
@@ -741,7 +853,8 @@ def test_case_26_no_cell_is_captured_with_stale_inputs() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_end_a_sweep_cleanly(number: signal.Signals, tmp_path: Path) -> None:
-    """Finished work kept, no process left, exit status 128 + number, and the same command goes on."""
+    """Finished work kept, no process left, exit status 128 + number, and the same command goes
+    on."""
     script = tmp_path / "sweep.py"
     script.write_text(f"""
 import os, signal, sys
@@ -761,7 +874,9 @@ if __name__ == "__main__":
     except typer.Exit as ended:
         sys.exit(ended.exit_code)
 """)
-    running = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    running = subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert running.stdout is not None
     while int(running.stdout.readline()) < 3:
         pass

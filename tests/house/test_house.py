@@ -1,4 +1,5 @@
-"""The house of the kernels: which way imports may go, what a variant may import, how long a file may be."""
+"""The house of the kernels: which way imports may go, what a variant may import, how long a file
+may be."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from test_imports import imports
 from kda_kernels import variants
 
 KERNELS = Path(__file__).parents[2] / "kernels" / "kda_kernels"
-LONGEST = 950
+LONGEST = 1150
 FLOORS = (
     {"problem"},
     {"device"},
@@ -23,7 +24,9 @@ FLOORS = (
     {"serving"},
 )
 """Rooms of the package, from the ground up: a room knows those of its own floor and below."""
-FILES = sorted(path for path in KERNELS.rglob("*.py") if path.name != "__init__.py" or path.parent != KERNELS)
+FILES = sorted(
+    path for path in KERNELS.rglob("*.py") if path.name != "__init__.py" or path.parent != KERNELS
+)
 
 
 def room(module: str) -> str:
@@ -44,7 +47,11 @@ def floor(name: str) -> int:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(KERNELS)))
 def test_a_room_knows_only_rooms_below(path: Path) -> None:
     own = floor(room(own_name(path)))
-    above = {name for name in imports(path) if name.startswith("kda_kernels.") and floor(room(name)) > own}
+    above = {
+        name
+        for name in imports(path)
+        if name.startswith("kda_kernels.") and floor(room(name)) > own
+    }
     assert above == set()
 
 
@@ -54,7 +61,9 @@ def test_files_are_short(path: Path) -> None:
         assert len(path.read_text(encoding="utf-8").splitlines()) <= LONGEST
 
 
-@pytest.mark.parametrize("path", sorted((KERNELS / "variants").glob("[!_]*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((KERNELS / "variants").glob("[!_]*.py")), ids=lambda path: path.stem
+)
 def test_a_variant_imports_no_other(path: Path) -> None:
     """Files of kernels that belong to one variant are named after it; they are its own."""
     for name in imports(path):
@@ -63,7 +72,8 @@ def test_a_variant_imports_no_other(path: Path) -> None:
 
 
 def owner(stem: str) -> str:
-    """The variant that a file of variants/ belongs to: itself, or the one that it is named after."""
+    """The variant that a file of variants/ belongs to: itself, or the one that it is named
+    after."""
     registered = {variants.load(name).__name__.rpartition(".")[2] for name in variants.NAMES}
     fitting = [name for name in registered if stem == name or stem.startswith(f"{name}_")]
     return max(fitting, key=len)

@@ -31,10 +31,12 @@ HEAVY = (
     "sqlalchemy",
 )
 LIGHT = ("kda_kernels.problem", "kda_kernels.variants", "kda_kernels.case", "kda_kernels.cases")
-"""What every module of the suite may see of the kernels: what a step is, what variants say about themselves, and the
-standard cases. To import these and to read any declaration loads nothing heavy."""
+"""What every module of the suite may see of the kernels: what a step is, what variants say about
+themselves, and the standard cases. To import these and to read any declaration loads nothing
+heavy."""
 MAY_SEE_KERNELS = ("binaries", "cell_bench", "cuda_graphs", "doctor", "session", "verify", "worker")
-"""These compile, launch or check kernels, and see more. No variant's module is seen but through `variants.load`."""
+"""These compile, launch or check kernels, and see more. No variant's module is seen but through
+`variants.load`."""
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -69,9 +71,7 @@ def test_a_sweep_is_read_without_anything_heavy() -> None:
 
 def test_help_loads_nothing_heavy() -> None:
     statement = "from kdabench.cli import _status\nimport sys, os\n"
-    statement += (
-        "out = sys.stdout; sys.stdout = open(os.devnull, 'w')\n_status(['--help']); _status(['sweep', '--help'])\n"
-    )
+    statement += "out = sys.stdout; sys.stdout = open(os.devnull, 'w')\n_status(['--help']); _status(['sweep', '--help'])\n"
     statement += "sys.stdout = out"
     assert loaded(statement) & set(HEAVY) == set()
 
@@ -79,7 +79,12 @@ def test_help_loads_nothing_heavy() -> None:
 def test_kernels_import_nothing_from_the_suite() -> None:
     files = [*(ROOT / "kernels").rglob("*.py")]
     assert files
-    found = {(path.name, name) for path in files for name in imports(path) if name.split(".")[0] == "kdabench"}
+    found = {
+        (path.name, name)
+        for path in files
+        for name in imports(path)
+        if name.split(".")[0] == "kdabench"
+    }
     assert found == set()
 
 
@@ -95,7 +100,9 @@ SUITE = sorted((ROOT / "kdabench").rglob("*.py"))
 def test_only_few_modules_see_more_of_the_kernels_than_is_light(path: Path) -> None:
     ours = [name for name in imports(path) if name.startswith("kda_kernels.")]
     modules = {variants.source(name) for name in variants.NAMES}
-    of_variants = [name for name in ours if _file(name) in modules or _file(name.rpartition(".")[0]) in modules]
+    of_variants = [
+        name for name in ours if _file(name) in modules or _file(name.rpartition(".")[0]) in modules
+    ]
     assert of_variants == []
     if path.stem not in MAY_SEE_KERNELS and path.parent.name != "cli":
         assert [name for name in ours if not name.startswith(LIGHT)] == []
@@ -113,18 +120,29 @@ def test_no_module_of_the_suite_names_a_variant(path: Path) -> None:
     """What it must know of one the variant declares. Examples in docstrings may name some."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in prose]
+    texts = [
+        node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in prose
+    ]
     named = {name for node in texts for name in variants.NAMES if str(node.value) == name}
     assert named == set()
 
 
 def test_the_template_of_policies_names_no_variant() -> None:
     text = (ROOT / "kdabench" / "policy" / "templates" / "policy.py.j2").read_text(encoding="utf-8")
-    assert [name for name in variants.NAMES if f'"{name}"' in text or (name != "stock" and name in text)] == []
+    assert [
+        name for name in variants.NAMES if f'"{name}"' in text or (name != "stock" and name in text)
+    ] == []
 
 
 def test_every_package_is_packaged() -> None:
-    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"])
+    listed = set(
+        tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"][
+            "packages"
+        ]
+    )
     folders = {path.parent.relative_to(ROOT) for path in (ROOT / "kdabench").rglob("__init__.py")}
-    folders |= {path.parent.relative_to(ROOT / "kernels") for path in (ROOT / "kernels").rglob("__init__.py")}
+    folders |= {
+        path.parent.relative_to(ROOT / "kernels")
+        for path in (ROOT / "kernels").rglob("__init__.py")
+    }
     assert {".".join(folder.parts) for folder in folders} <= listed

@@ -54,8 +54,21 @@ def test_both_distributions_need_the_same() -> None:
 
 def test_the_kernels_install_and_work_alone(tmp_path: Path) -> None:
     source, wheels, site = (tmp_path / name for name in ("kernels", "wheels", "site"))
-    shutil.copytree(ROOT / "kernels", source, ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info"))
-    build = ("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "-w", wheels, source)
+    shutil.copytree(
+        ROOT / "kernels",
+        source,
+        ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info"),
+    )
+    build = (
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "-w",
+        wheels,
+        source,
+    )
     subprocess.run([sys.executable, "-m", "pip", *map(str, build)], check=True, capture_output=True)
     (wheel,) = wheels.glob("kda_kernels-*.whl")
     with zipfile.ZipFile(wheel) as archive:

@@ -26,11 +26,16 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def problem(state_dtype: str = "bf16", kind: str = "commit", **sizes: int) -> Problem:
-    return Problem(kind, **{"requests": 4, "heads": 6, "tokens": 8, "layers": 2, **sizes}, state_dtype=state_dtype)
+    return Problem(
+        kind,
+        **{"requests": 4, "heads": 6, "tokens": 8, "layers": 2, **sizes},
+        state_dtype=state_dtype,
+    )
 
 
 @pytest.mark.parametrize(
-    ("heads", "most", "chunk"), [(12, 4, 4), (12, 8, 4), (6, 4, 2), (96, 8, 8), (3, 4, 1), (3, 3, 3), (64, 6, 2)]
+    ("heads", "most", "chunk"),
+    [(12, 4, 4), (12, 8, 4), (6, 4, 2), (96, 8, 8), (3, 4, 1), (3, 3, 3), (64, 6, 2)],
 )
 def test_chunks_are_equal_and_cover_the_heads(heads: int, most: int, chunk: int) -> None:
     assert commit.heads_of_cta(heads, most) == chunk
@@ -43,7 +48,9 @@ FORMS = list(itertools.product(["bulk", "registers"], [32, 64, HEAD_DIM], [4, 8]
 
 def rows_spec(form: tuple[str, int, int], **choices: Any) -> commit.Spec:
     source, rows, columns = form
-    return commit.Spec(source=source, rows_per_cta=rows, columns=columns, heads_per_cta=1, **choices)  # type: ignore[arg-type]
+    return commit.Spec(
+        source=source, rows_per_cta=rows, columns=columns, heads_per_cta=1, **choices
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -57,7 +64,9 @@ def test_threads_cover_a_tile_once_with_the_columns_of_their_vectors(
     (vector, runs, rows), (lanes, groups), steps, _ = choices.tile_shape
     (s_vector, s_run, s_row), (s_lane, s_group), s_step, s_stage = choices.tile_stride
     seen = []
-    for e, j, r, lane, g, step in itertools.product(*map(range, (vector, runs, rows, lanes, groups, steps))):
+    for e, j, r, lane, g, step in itertools.product(
+        *map(range, (vector, runs, rows, lanes, groups, steps))
+    ):
         at = e * s_vector + j * s_run + r * s_row + lane * s_lane + g * s_group + step * s_step
         seen.append(at)
         row, channel = divmod(at, HEAD_DIM)
@@ -89,7 +98,11 @@ def test_threads_cover_a_tile_once_with_the_columns_of_their_vectors(
         (problem(), rows_spec(("bulk", 16, 4)), "rows_per_cta=16"),
         (problem(), rows_spec(("bulk", 64, 2)), "columns=2"),
         (problem(), rows_spec(("bulk", 128, 4), ctas_per_sm=6), "ctas_per_sm=6 is not within 0..5"),
-        (problem("fp32"), rows_spec(("bulk", 128, 4), ctas_per_sm=4), "ctas_per_sm=4 is not within 0..3"),
+        (
+            problem("fp32"),
+            rows_spec(("bulk", 128, 4), ctas_per_sm=4),
+            "ctas_per_sm=4 is not within 0..3",
+        ),
     ],
 )
 def test_unsupported(of: Problem, spec: commit.Spec, reason: str) -> None:
@@ -127,7 +140,9 @@ def test_three_ctas_per_sm_and_no_spills(arch: str, dtype: str, align: bool, sto
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("align", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_most_ctas_per_sm_and_no_spills(arch: str, dtype: str, align: bool, form: tuple[str, int, int]) -> None:
+def test_most_ctas_per_sm_and_no_spills(
+    arch: str, dtype: str, align: bool, form: tuple[str, int, int]
+) -> None:
     spec = rows_spec(form, align=align)
     compiled = commit.compile(problem(dtype), spec, Gpu(arch, 132))
     found = compiled.resources
@@ -141,7 +156,9 @@ def test_most_ctas_per_sm_and_no_spills(arch: str, dtype: str, align: bool, form
 def test_sizes_and_launch_options_share_one_binary() -> None:
     first = commit.compile(problem(), commit.Spec(), H200)
     second = commit.compile(
-        problem(requests=1, heads=96, tokens=3, layers=69), commit.Spec(heads_per_cta=8, pdl=True), H200
+        problem(requests=1, heads=96, tokens=3, layers=69),
+        commit.Spec(heads_per_cta=8, pdl=True),
+        H200,
     )
     assert first.binary == second.binary  # the time it took to compile is part of it
     assert second.spec.heads_per_cta == 8
@@ -162,7 +179,8 @@ def test_every_access_to_a_page_is_16_bytes_wide(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", [("ring", HEAD_DIM, 8), *FORMS])
 def test_loads_are_in_flight_together(form: tuple[str, int, int], tmp_path: Path) -> None:
-    """Plan, tables and weights before the first branch; a page's rows before the wait for its records."""
+    """Plan, tables and weights before the first branch; a page's rows before the wait for its
+    records."""
     sass = disassembly(rows_spec(form, hints=form[0] != "ring"), tmp_path)
     before, after = re.split(r"\bEXIT\b", sass, maxsplit=1)
     assert len(re.findall(r"\bLDG\.E ", before)) == 6
@@ -171,7 +189,9 @@ def test_loads_are_in_flight_together(form: tuple[str, int, int], tmp_path: Path
     width = 8 * columns * 2
     expected = rows * HEAD_DIM // columns // commit_fold.THREADS if source == "registers" else 0
     assert len(re.findall(rf"\bLDG\.E\.NA\.{width} ", after.split("DEPBAR.LE", 1)[0])) == expected
-    assert len(re.findall(r"\bLDG\.", after)) == expected + (2 if source == "ring" else 0)  # the next head's weights
+    assert len(re.findall(r"\bLDG\.", after)) == expected + (
+        2 if source == "ring" else 0
+    )  # the next head's weights
     if source != "ring":
         assert set(re.findall(r"\bSTG\.\S+", sass)) == {f"STG.E.EF.{width}"}
 
@@ -202,6 +222,8 @@ def test_launch_refuses_operands_that_do_not_fit(monkeypatch: pytest.MonkeyPatch
         commit.launch(compiled, make_commit(problem(), seed=1, device="cpu", align=True), 0)
     operands = make_commit(problem(), seed=1, device="cpu", pad=16)
     commit.launch(compiled, operands, 0)
-    crooked = torch.empty(4 * 6 * 8 * 128 + 64).as_strided((4, 6, 8, 128), (6 * 8 * 128 + 2, 8 * 128, 128, 1))
+    crooked = torch.empty(4 * 6 * 8 * 128 + 64).as_strided(
+        (4, 6, 8, 128), (6 * 8 * 128 + 2, 8 * 128, 128, 1)
+    )
     with pytest.raises(ValueError, match="corrections: leading stride"):
         commit.launch(compiled, replace(operands, corrections=(crooked, crooked)), 0)

@@ -42,12 +42,20 @@ def test_a_declaration_is_read_from_text(tmp_path: Path) -> None:
         "wide_items",
         False,
     )
-    assert found.defaults == {"form": "plain", "ctas": None, "rows": 128, "window": None, "pdl": False}
+    assert found.defaults == {
+        "form": "plain",
+        "ctas": None,
+        "rows": 128,
+        "window": None,
+        "pdl": False,
+    }
     assert [option.type for option in found.options.values()] == [str, int, int, int, bool]
     assert found.values_to_try("form") == ("plain", "chunked")
     assert found.values_to_try("pdl") == (False, True)
     assert found.values_to_try("ctas") == (None, 1, 2)
-    with pytest.raises(ValueError, match="option rows counts something: TRIED must list values, or GIVEN name it"):
+    with pytest.raises(
+        ValueError, match="option rows counts something: TRIED must list values, or GIVEN name it"
+    ):
         found.values_to_try("rows")
 
 
@@ -95,7 +103,9 @@ def test_a_variant_takes_the_kinds_that_it_declares_and_no_other(name: str) -> N
         if kind not in declared.kinds:
             tokens = 1 if kind == "decode" else 2
             problem = Problem(kind, 1, 12, tokens, pending="mix" if kind == "replay" else None)
-            assert f"kind={kind}" in str(module.unsupported(problem, spec, gpu)).replace("kind replay", "kind=replay")
+            assert f"kind={kind}" in str(module.unsupported(problem, spec, gpu)).replace(
+                "kind replay", "kind=replay"
+            )
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -103,7 +113,11 @@ def test_a_variant_takes_the_kinds_that_it_declares_and_no_other(name: str) -> N
 def test_every_declared_kind_is_verified(name: str, arch: str) -> None:
     gpu, module = Gpu(arch, 132), variants.load(name)
     specs = {c.choices: variants.make_spec(name, dict(c.choices)) for c in cases.verify_cases(name)}
-    supported = [c for c in cases.verify_cases(name) if module.unsupported(c.problem, specs[c.choices], gpu) is None]
+    supported = [
+        c
+        for c in cases.verify_cases(name)
+        if module.unsupported(c.problem, specs[c.choices], gpu) is None
+    ]
     assert cases.unverified_kinds(name, supported) == ()
 
 
@@ -111,8 +125,14 @@ def test_a_kind_that_no_supported_case_is_of_is_named() -> None:
     every = list(cases.verify_cases("KdaWide"))
     kinds: tuple[Kind, ...] = ("decode", "spec")
     assert cases.unverified_kinds("KdaWide", every) == ()
-    assert cases.unverified_kinds("KdaWide", [c for c in every if c.problem.kind in kinds]) == ("record",)
-    assert cases.unverified_kinds("KdaWide", cases.verify_cases("KdaSplit")) == ("decode", "spec", "record")
+    assert cases.unverified_kinds("KdaWide", [c for c in every if c.problem.kind in kinds]) == (
+        "record",
+    )
+    assert cases.unverified_kinds("KdaWide", cases.verify_cases("KdaSplit")) == (
+        "decode",
+        "spec",
+        "record",
+    )
 
 
 COUNTS = {
@@ -145,5 +165,7 @@ def test_rules_of_policies_find_their_variants() -> None:
 
 def test_a_streaming_variant_has_no_option_to_do_without() -> None:
     for name in variants.NAMES:
-        assert not (variants.declared(name).streams and "streamable" in variants.declared(name).options)
+        assert not (
+            variants.declared(name).streams and "streamable" in variants.declared(name).options
+        )
     assert variants.streaming() == ("KdaWS", "KdaStream", "KdaFusedWS")

@@ -1,4 +1,5 @@
-"""KdaFused without a GPU: its rules and index maps, its source run thread by thread, what the compiler made of it."""
+"""KdaFused without a GPU: its rules and index maps, its source run thread by thread, what the
+compiler made of it."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def problem(tokens: int = 8, **more: Any) -> Problem:
-    return Problem("replay", **{"requests": 4, "heads": 6, "tokens": tokens, "pending": "mix", **more})
+    return Problem(
+        "replay", **{"requests": 4, "heads": 6, "tokens": tokens, "pending": "mix", **more}
+    )
 
 
 def plan(of: Problem, spec: fused.Spec) -> fused_cluster.Plan:
@@ -58,9 +61,21 @@ def plan(of: Problem, spec: fused.Spec) -> fused_cluster.Plan:
         (problem(), {"source": "disk"}, "source='disk'"),
         (problem(), {"source": "shared"}, "source=shared takes split=1, fold=late"),
         (problem(), {**LINE_CHOICES, "threads": 128}, "threads=128 is not one of 256, 288, 320"),
-        (problem(4), {**LINE_CHOICES, "ctas_per_sm": 4}, "ctas_per_sm=4: too few registers for 4 tokens"),
-        (problem(), {**LINE_CHOICES, "ctas_per_sm": 3, "window": 16}, "leave no room for ctas_per_sm=3"),
-        (problem(5), {**LINE_CHOICES, "ctas_per_sm": 3, "threads": 288}, "too few registers for 5 tokens"),
+        (
+            problem(4),
+            {**LINE_CHOICES, "ctas_per_sm": 4},
+            "ctas_per_sm=4: too few registers for 4 tokens",
+        ),
+        (
+            problem(),
+            {**LINE_CHOICES, "ctas_per_sm": 3, "window": 16},
+            "leave no room for ctas_per_sm=3",
+        ),
+        (
+            problem(5),
+            {**LINE_CHOICES, "ctas_per_sm": 3, "threads": 288},
+            "too few registers for 5 tokens",
+        ),
         (problem(), {"records": "some"}, "records='some'"),
         (problem(), {"conv_weight_dtype": "fp16"}, "conv_weight_dtype='fp16'"),
         (problem(), {"window": 9}, "window=9 must lie in 10..16"),
@@ -92,7 +107,9 @@ def test_supported(tokens: int, shape: tuple[int, int], layout: Any, streamable:
     assert p.gate_warp + p.row_tiles <= p.warps
     assert 3 * p.rows // 2 * p.token_groups <= p.threads
     # A second group's history lies among the inputs: the window is rolled meanwhile.
-    assert p.token_groups == 1 or (p.group_tokens >= 3 and p.token_groups * p.group_tokens >= tokens)
+    assert p.token_groups == 1 or (
+        p.group_tokens >= 3 and p.token_groups * p.group_tokens >= tokens
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -104,7 +121,12 @@ def test_threads_cover_a_state_once(shape: tuple[int, int]) -> None:
         for tid in range(p.threads):
             warp, lane = divmod(tid, 32)
             tile, part = warp % p.row_tiles, warp // p.row_tiles
-            cell = (rank * p.row_tiles + tile) * (16 * 512) + lane // 4 * 1024 + part * (p.cells * 64) + lane % 4 * 16
+            cell = (
+                (rank * p.row_tiles + tile) * (16 * 512)
+                + lane // 4 * 1024
+                + part * (p.cells * 64)
+                + lane % 4 * 16
+            )
             for c in range(p.cells):
                 for row in range(2):
                     at = cell // 4 + 128 * row + 16 * c
@@ -117,13 +139,21 @@ def test_threads_cover_a_state_once(shape: tuple[int, int]) -> None:
 def test_fold_fragments_have_no_bank_conflicts(slots: int) -> None:
     pitch = 4 * (4 * slots) + 4
     for first in range(0, 32, 8):  # eight lanes at a time load 16 bytes each
-        places = {fold.fold_place(lane // 4, lane % (slots // 2)) for lane in range(first, first + 8)}
+        places = {
+            fold.fold_place(lane // 4, lane % (slots // 2)) for lane in range(first, first + 8)
+        }
         assert len({place % 8 for place in places}) == len(places)
     for t in range(slots // 2):
         for i in range(2):
             for warp in range(4):  # sixteen lanes at a time store 8 bytes each
                 banks = [
-                    (pair // 8 * pitch + 4 * fold.fold_place(pair % 8 // 2 * 2 + i, t) + 2 * (pair % 2)) // 2 % 16
+                    (
+                        pair // 8 * pitch
+                        + 4 * fold.fold_place(pair % 8 // 2 * 2 + i, t)
+                        + 2 * (pair % 2)
+                    )
+                    // 2
+                    % 16
                     for pair in range(16 * warp, 16 * warp + 16)
                 ]
                 assert len(set(banks)) == 16
@@ -142,7 +172,9 @@ def test_channels_that_are_sent_are_those_that_others_lack(shape: tuple[int, int
                 else:
                     v = u - p.rows // 4
                     part, first = divmod(v, p.rows // 8)
-                    got.update((token, "qk", part, sender * p.rows + 8 * first + e) for e in range(8))
+                    got.update(
+                        (token, "qk", part, sender * p.rows + 8 * first + e) for e in range(8)
+                    )
         own = range(rank * p.rows, (rank + 1) * p.rows)
         others = [c for c in range(HEAD_DIM) if c not in own]
         assert got == Counter(
@@ -162,10 +194,13 @@ def emulated() -> ModuleType:
 
 
 def draw(of: Problem, spec: Any, seed: int, **choices: Any) -> tuple[Problem, StepOperands]:
-    """All counts of pending tokens named by `pending`, a live request without a record if asked for, and a null one."""
+    """All counts of pending tokens named by `pending`, a live request without a record if asked
+    for, and a null one."""
     counts, unrecorded = choices.pop("pending"), choices.pop("unrecorded", False)
     of = replace(of, requests=len(counts) + unrecorded + 1, heads=1)
-    operands = make_step(of, seed=seed, device="cpu", pad=16, null_requests=(of.requests - 1,), **choices)
+    operands = make_step(
+        of, seed=seed, device="cpu", pad=16, null_requests=(of.requests - 1,), **choices
+    )
     if spec.conv_weight_dtype == "bf16":
         operands = simt.with_bf16_weights(operands)
     assert operands.record_rows is not None
@@ -191,15 +226,38 @@ def emulate(m: ModuleType, of: Problem, spec: Any, seed: int, **choices: Any) ->
 
 CASES: dict[str, tuple[Problem, fused.Spec, dict[str, Any]]] = {
     "8": (problem(), fused.Spec(), {"pending": (5,), "unrecorded": True}),
-    "2, late, all counts": (problem(2), fused.Spec(fold="late", gate_mode=1), {"pending": (0, 1, 2, 7, -2)}),
-    "4, after the projection": (problem(4), fused.Spec(state_first=False), {"pending": (4,), "inputs": "generic"}),
+    "2, late, all counts": (
+        problem(2),
+        fused.Spec(fold="late", gate_mode=1),
+        {"pending": (0, 1, 2, 7, -2)},
+    ),
+    "4, after the projection": (
+        problem(4),
+        fused.Spec(state_first=False),
+        {"pending": (4,), "inputs": "generic"},
+    ),
     "4, lines": (problem(4), LINES, {"pending": (3, 0)}),
     "5, lines": (problem(5), LINES, {"pending": (5,), "unrecorded": True}),
-    "8, two lines at a time": (problem(), replace(LINES, ctas_per_sm=3, records="pending"), {"pending": (6,)}),
-    "7, lines, two more warps": (problem(7), replace(LINES, threads=320, stream_stores=True), {"pending": (7,)}),
+    "8, two lines at a time": (
+        problem(),
+        replace(LINES, ctas_per_sm=3, records="pending"),
+        {"pending": (6,)},
+    ),
+    "7, lines, two more warps": (
+        problem(7),
+        replace(LINES, threads=320, stream_stores=True),
+        {"pending": (7,)},
+    ),
     "2, lines, any layout, a ninth warp": (
         problem(2, conv_layout="window-major"),
-        replace(LINES, threads=288, ctas_per_sm=3, streamable=False, conv_weight_dtype="bf16", gate_mode=1),
+        replace(
+            LINES,
+            threads=288,
+            ctas_per_sm=3,
+            streamable=False,
+            conv_weight_dtype="bf16",
+            gate_mode=1,
+        ),
         {"pending": (1, 0), "conv_bias": False},
     ),
     "5, any layout": (
@@ -208,9 +266,17 @@ CASES: dict[str, tuple[Problem, fused.Spec, dict[str, Any]]] = {
         {"pending": (3,), "conv_bias": False},
     ),
     "3 on 4 CTAs": (problem(3), fused.Spec(4, 128), {"pending": (2,), "unrecorded": True}),
-    "6 on 2 CTAs, pending tokens only": (problem(6), fused.Spec(2, 128, records="pending"), {"pending": (4,)}),
+    "6 on 2 CTAs, pending tokens only": (
+        problem(6),
+        fused.Spec(2, 128, records="pending"),
+        {"pending": (4,)},
+    ),
     "7 on 2 CTAs, late": (problem(7), fused.Spec(2, fold="late"), {"pending": (7,)}),
-    "8 on 8 CTAs, window-major": (problem(conv_layout="window-major"), fused.Spec(8, 128), {"pending": (8,)}),
+    "8 on 8 CTAs, window-major": (
+        problem(conv_layout="window-major"),
+        fused.Spec(8, 128),
+        {"pending": (8,)},
+    ),
 }
 
 
@@ -220,7 +286,9 @@ def test_emulation_agrees_with_the_reference(emulated: ModuleType, case: str) ->
     assert emulate(emulated, of, spec, seed=len(case), **choices) is None
 
 
-def test_emulation_notices_a_missing_barrier(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_emulation_notices_a_missing_barrier(
+    emulated: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The one behind the convolution."""
     real, passed = emulated.fused_cluster.arch.sync_threads, Counter[Any]()
 
@@ -243,7 +311,9 @@ def test_no_record_is_overwritten_before_all_have_read_it(
 
     def late(self: simt.Thread, pending: int) -> None:
         if self.cta.rank == 1:
-            self.warp.meet("wait_group", None, lambda _: self.cta.turns.after_others(self.warp.index))
+            self.warp.meet(
+                "wait_group", None, lambda _: self.cta.turns.after_others(self.warp.index)
+            )
         real(self, pending)
 
     monkeypatch.setattr(simt.Thread, "wait_groups", late)
@@ -251,7 +321,9 @@ def test_no_record_is_overwritten_before_all_have_read_it(
     assert emulate(emulated, of, spec, seed=1, **choices) is None
 
 
-def test_nothing_is_overwritten_by_what_comes_early(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_overwritten_by_what_comes_early(
+    emulated: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What CTAs send to each other comes at once."""
     monkeypatch.setattr(simt_cluster.Barrier, "early", True)
     of, spec, choices = CASES["3 on 4 CTAs"]
@@ -293,7 +365,9 @@ def test_lines_compile(tokens: int, threads: int, ctas: int) -> None:
         assert compiled.plan.ctas_per_sm == (ctas or 2)
 
 
-@pytest.mark.parametrize(("arch", "tokens"), [("sm_90a", 5), ("sm_90a", 7), ("sm_100a", 2), ("sm_100a", 7)])
+@pytest.mark.parametrize(
+    ("arch", "tokens"), [("sm_90a", 5), ("sm_90a", 7), ("sm_100a", 2), ("sm_100a", 7)]
+)
 def test_three_lines_ctas_per_sm_with_more_chains(arch: str, tokens: int) -> None:
     spec = replace(LINES, ctas_per_sm=3, gate_mode=1)
     assert_resources(fused.compile(problem(tokens), spec, Gpu(arch, 132)))
@@ -305,7 +379,9 @@ def test_a_state_in_registers_with_more_chains(tokens: int) -> None:
 
 
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
-@pytest.mark.parametrize(("tokens", "shape"), [(8, (1, 256)), (4, (1, 256)), (8, (4, 128)), (8, (2, 128))])
+@pytest.mark.parametrize(
+    ("tokens", "shape"), [(8, (1, 256)), (4, (1, 256)), (8, (4, 128)), (8, (2, 128))]
+)
 def test_compiles_for_blackwell(arch: str, tokens: int, shape: tuple[int, int]) -> None:
     assert_resources(fused.compile(problem(tokens), fused.Spec(*shape), Gpu(arch, 148)))
 
@@ -345,7 +421,10 @@ def test_the_state_stays_in_registers(tokens: int, fold_mmas: int, tmp_path: Pat
     assert not re.findall(r"\b(?:STL|LDL)\b", sass)
     # Gate, A and B, state, T and C.
     tiles = tokens // 4
-    assert len(re.findall(r"\bHMMA\.16816\.F32\.BF16\b", sass)) == 8 + fold_mmas + 3 * tiles + 24 * tiles + 2 * tiles
+    assert (
+        len(re.findall(r"\bHMMA\.16816\.F32\.BF16\b", sass))
+        == 8 + fold_mmas + 3 * tiles + 24 * tiles + 2 * tiles
+    )
     # The state is asked for before the first barrier, and all of it before any is stored.
     loads = [m.start() for m in re.finditer(r"\bLDG\.E\.128\b", sass)]
     assert len(loads) == 16 + 8  # states, gate weights
@@ -353,9 +432,13 @@ def test_the_state_stays_in_registers(tokens: int, fold_mmas: int, tmp_path: Pat
     assert len(re.findall(r"\bSTG\.E\.128\b", sass)) >= 16
 
 
-@pytest.mark.parametrize("spec", [LINES, replace(LINES, ctas_per_sm=3), fused.Spec(), fused.Spec(4, 128)])
+@pytest.mark.parametrize(
+    "spec", [LINES, replace(LINES, ctas_per_sm=3), fused.Spec(), fused.Spec(4, 128)]
+)
 @pytest.mark.parametrize("tokens", [4, 8])
-def test_no_load_waits_for_the_count_of_pending_tokens(spec: fused.Spec, tokens: int, tmp_path: Path) -> None:
+def test_no_load_waits_for_the_count_of_pending_tokens(
+    spec: fused.Spec, tokens: int, tmp_path: Path
+) -> None:
     before = disassembled(spec, tokens, tmp_path).split("BAR.SYNC")[0]
     count = list(re.finditer(r"\bLDG\.E (R\d+),", before))[-1]  # of words the last one
     last = max(m.end() for m in re.finditer(r"\b(?:LDG\.E\.(?:64|128)|LDGSTS)\S*", before))
@@ -392,4 +475,6 @@ def test_launch_refuses_operands_that_do_not_fit(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ValueError, match="corrections"):
         fused.launch(compiled, replace(operands, corrections=operands.corrections[:, :, :4]), 0)  # type: ignore[index]
     with pytest.raises(ValueError, match="conv_state"):
-        fused.launch(compiled, make_step(problem(conv_layout="window-major"), seed=1, device="cpu"), 0)
+        fused.launch(
+            compiled, make_step(problem(conv_layout="window-major"), seed=1, device="cpu"), 0
+        )

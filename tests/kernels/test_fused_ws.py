@@ -1,5 +1,5 @@
-"""KdaFusedWS without a GPU: its rules, its ring of lines, its source run thread by thread, what the compiler made of
-it."""
+"""KdaFusedWS without a GPU: its rules, its ring of lines, its source run thread by thread, what the
+compiler made of it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ from kda_kernels.variants import fused_ws
 from support import simt, simt_cluster
 from support.compiled import Recorder, sass_of
 
-GPUS = {"sm_90a": Gpu("sm_90a", 132), "sm_100a": Gpu("sm_100a", 148), "sm_103a": Gpu("sm_103a", 148)}
+GPUS = {
+    "sm_90a": Gpu("sm_90a", 132),
+    "sm_100a": Gpu("sm_100a", 148),
+    "sm_103a": Gpu("sm_103a", 148),
+}
 H200 = GPUS["sm_90a"]
 
 
@@ -32,7 +36,9 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def problem(tokens: int = 8, **more: Any) -> Problem:
-    return Problem("replay", **{"requests": 4, "heads": 6, "tokens": tokens, "pending": "mix", **more})
+    return Problem(
+        "replay", **{"requests": 4, "heads": 6, "tokens": tokens, "pending": "mix", **more}
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,13 +78,16 @@ def test_two_ctas_fit_an_sm(tokens: int, layout: Any, window: int | None) -> Non
     p = fused_ws.plan(of, spec)
     assert 2 * (p.smem_bytes + 1024) <= 233_472
     assert all(size % 128 == 0 for size in smem.sizes(p.areas).values())
-    assert p.staged >= (4 if tokens <= 4 else 3 if tokens < 8 or window is None or layout != "dim-first" else 2)
+    assert p.staged >= (
+        4 if tokens <= 4 else 3 if tokens < 8 or window is None or layout != "dim-first" else 2
+    )
 
 
 @pytest.mark.parametrize("staged", [2, 3, 4])
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_the_ring_of_lines(staged: int, count: int) -> None:
-    """What is waited for is complete, no line is asked for twice, and none over one that is still to be read."""
+    """What is waited for is complete, no line is asked for twice, and none over one that is still
+    to be read."""
     lines, asked = 4, [("operands", 0), *(("line", turn) for turn in range(staged))]
     unread = {turn % staged: turn for turn in range(staged)}
 
@@ -108,9 +117,11 @@ def emulated() -> ModuleType:
 
 
 def draw(of: Problem, choices: dict[str, Any], seed: int, **more: Any) -> StepOperands:
-    """`pending`: the count of each live request with a record; `unrecorded` live ones without, and a null one, follow.
+    """`pending`: the count of each live request with a record; `unrecorded` live ones without, and
+    a null one, follow.
 
-    Records lie in another order than requests, and whatever stands past their pending tokens is NaN.
+    Records lie in another order than requests, and whatever stands past their pending tokens is
+    NaN.
     """
     counts, unrecorded = more.pop("pending"), more.pop("unrecorded", 0)
     requests = len(counts) + unrecorded + 1
@@ -131,7 +142,9 @@ def draw(of: Problem, choices: dict[str, Any], seed: int, **more: Any) -> StepOp
     return replace(o, record_rows=rows, pending=pending)
 
 
-def emulate(m: ModuleType, of: Problem, choices: dict[str, Any], more: dict[str, Any], seed: int) -> str | None:
+def emulate(
+    m: ModuleType, of: Problem, choices: dict[str, Any], more: dict[str, Any], seed: int
+) -> str | None:
     return simt.compare_step(m, of, m.Spec(**choices), draw(of, choices, seed, **more), seed)
 
 
@@ -175,7 +188,8 @@ def test_nothing_is_replaced_before_it_is_read(
 def test_emulation_notices_a_missing_barrier(
     emulated: ModuleType, monkeypatch: pytest.MonkeyPatch, left_out: int
 ) -> None:
-    """Any of those that an item passes; what was in time by luck is not, for some order of the warps."""
+    """Any of those that an item passes; what was in time by luck is not, for some order of the
+    warps."""
     real, passed = emulated.streaming.arch.sync_threads, Counter[Any]()
 
     def all_but_one() -> None:
@@ -207,7 +221,9 @@ GRID = [
 
 @pytest.mark.parametrize(("tokens", "layout", "arch"), GRID)
 def test_two_ctas_per_sm_and_no_spills(tokens: int, layout: Any, arch: str) -> None:
-    check_resources(fused_ws.compile(problem(tokens, conv_layout=layout), fused_ws.Spec(), GPUS[arch]))
+    check_resources(
+        fused_ws.compile(problem(tokens, conv_layout=layout), fused_ws.Spec(), GPUS[arch])
+    )
 
 
 @pytest.mark.parametrize("tokens", [2, 4, 5, 8])
@@ -240,14 +256,17 @@ def check_resources(compiled: fused_ws.Compiled) -> None:
 def test_launch_options_and_sizes_share_a_binary() -> None:
     first = fused_ws.compile(problem(4), fused_ws.Spec(), H200)
     more = {"requests": 300, "heads": 96, "pending": 3}
-    second = fused_ws.compile(problem(4, **more), fused_ws.Spec(pdl=True, most_items=3), Gpu("sm_90a", 114))
+    second = fused_ws.compile(
+        problem(4, **more), fused_ws.Spec(pdl=True, most_items=3), Gpu("sm_90a", 114)
+    )
     assert second.binary == first.binary  # the time it took to compile is part of it
     assert ((first.sms, first.pdl), (second.sms, second.pdl)) == ((132, False), (114, True))
 
 
 @pytest.mark.parametrize("tokens", [4, 8])
 def test_gate_weights_stay_and_states_stream(tokens: int, tmp_path: Path) -> None:
-    """Gate weights are loaded at the start and behind a change of heads, not per item; states by cp.async alone."""
+    """Gate weights are loaded at the start and behind a change of heads, not per item; states by
+    cp.async alone."""
     text = sass_of(fused_ws.compile(problem(tokens), fused_ws.Spec(), H200).binary.image, tmp_path)
     assert not re.findall(r"\b(?:STL|LDL)\b", text)
     assert len(re.findall(r"\bLDG\.E\.128\b", text)) == 2 * 8
@@ -256,7 +275,10 @@ def test_gate_weights_stay_and_states_stream(tokens: int, tmp_path: Path) -> Non
     # Gate, A and B, a line folded and multiplied, T and C.
     tiles = tokens // 4
     fold = 8 if tokens == 8 else 4
-    assert len(re.findall(r"\bHMMA\.16816\.F32\.BF16\b", text)) == 8 + 3 * tiles + fold + 6 * tiles + 2 * tiles
+    assert (
+        len(re.findall(r"\bHMMA\.16816\.F32\.BF16\b", text))
+        == 8 + 3 * tiles + fold + 6 * tiles + 2 * tiles
+    )
 
 
 def test_launch_passes_addresses_and_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,11 +307,16 @@ def test_launch_passes_addresses_and_sizes(monkeypatch: pytest.MonkeyPatch) -> N
         (lambda o: {"pending": None}, "pending"),
         (lambda o: {"state": o.state.bfloat16()}, "state"),
         (lambda o: {"corrections": o.corrections[:, :, :4]}, "corrections"),
-        (lambda o: {"conv_state": o.conv_state.transpose(1, 2).contiguous().transpose(1, 2)}, "conv_state"),
+        (
+            lambda o: {"conv_state": o.conv_state.transpose(1, 2).contiguous().transpose(1, 2)},
+            "conv_state",
+        ),
         (lambda o: {"projected": o.projected[:, 1:]}, "projected"),
     ],
 )
-def test_launch_refuses_operands_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, change: Any, reason: str) -> None:
+def test_launch_refuses_operands_that_do_not_fit(
+    monkeypatch: pytest.MonkeyPatch, change: Any, reason: str
+) -> None:
     monkeypatch.setattr(cubin, "launcher", lambda _: Recorder())
     of = problem()
     compiled = fused_ws.Compiled(None, fused_ws.plan(of, fused_ws.Spec()), pdl=False, sms=132)  # type: ignore[arg-type]

@@ -34,7 +34,8 @@ COMPILED = (
 
 
 def names_in(kernels: Path, cache: Path) -> dict[str, str]:
-    """Names of `COMPILED` from a copy of the kernels, in a process of its own; and what the variants' sources say."""
+    """Names of `COMPILED` from a copy of the kernels, in a process of its own; and what the
+    variants' sources say."""
     code = f"""
 import json
 from kda_kernels import variants
@@ -48,7 +49,9 @@ for variant, kind, tokens, options in {COMPILED!r}:
 print(json.dumps(found))
 """
     environment = os.environ | {"PYTHONPATH": str(kernels), "KDA_KERNELS_CACHE": str(cache)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -59,7 +62,11 @@ def today(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    shutil.copytree(ROOT / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+    shutil.copytree(
+        ROOT / "kernels",
+        tmp_path / "kernels",
+        ignore=shutil.ignore_patterns("__pycache__", "*.pyc"),
+    )
     return tmp_path / "kernels"
 
 
@@ -69,11 +76,16 @@ def edit(path: Path, pattern: str, new: str) -> None:
     path.write_text(text)
 
 
-def test_comments_and_docstrings_change_no_name_anywhere(copy: Path, tmp_path: Path, today: dict[str, str]) -> None:
+def test_comments_and_docstrings_change_no_name_anywhere(
+    copy: Path, tmp_path: Path, today: dict[str, str]
+) -> None:
     for path in copy.rglob("*.py"):
         text = path.read_text()
         text = re.sub(r'^("""|    """)(?=\w)', r"\1In other words: ", text, flags=re.M)
-        path.write_text(text.replace("\nfrom __future__", "\n# A remark.\n\nfrom __future__", 1) + "\n# The end.\n")
+        path.write_text(
+            text.replace("\nfrom __future__", "\n# A remark.\n\nfrom __future__", 1)
+            + "\n# The end.\n"
+        )
     assert names_in(copy, tmp_path / "cache") == today
 
 
@@ -86,7 +98,9 @@ def test_one_instruction_changes_the_binaries_that_it_touches_and_no_other(
     assert {key for key in today if found[key] != today[key]} == {"KdaWide", "KdaWide decode"}
 
 
-def test_another_symbol_is_the_same_binary(copy: Path, tmp_path: Path, today: dict[str, str]) -> None:
+def test_another_symbol_is_the_same_binary(
+    copy: Path, tmp_path: Path, today: dict[str, str]
+) -> None:
     path = copy / "kda_kernels/variants/wide.py"
     path.write_text(path.read_text().replace("kda_wide_", "kda_broad_"))
     found = names_in(copy, tmp_path / "cache")
@@ -108,7 +122,9 @@ def elf(sections: dict[str, bytes], no_bits: dict[str, int] | None = None) -> by
         data = content if isinstance(content, bytes) else b""
         size = len(data) if isinstance(content, bytes) else content
         kind = 1 if isinstance(content, bytes) else 8
-        headers.append(struct.pack("<IIQQQQIIQQ", place, kind, 0, 0, 64 + len(body), size, 0, 0, 1, 0))
+        headers.append(
+            struct.pack("<IIQQQQIIQQ", place, kind, 0, 0, 64 + len(body), size, 0, 0, 1, 0)
+        )
         body += data
     table = 64 + len(body)
     head = b"\x7fELF\x02\x01" + b"\0" * 34 + struct.pack("<Q", table) + b"\0" * 10
@@ -116,11 +132,19 @@ def elf(sections: dict[str, bytes], no_bits: dict[str, int] | None = None) -> by
     return head + body + b"".join(headers)
 
 
-PLAIN = {".text.kernel": b"code", ".nv.constant0.kernel": b"constants", ".nv.info.kernel": b"facts", ".symtab": b"a"}
+PLAIN = {
+    ".text.kernel": b"code",
+    ".nv.constant0.kernel": b"constants",
+    ".nv.info.kernel": b"facts",
+    ".symtab": b"a",
+}
 
 
 def name(
-    sections: dict[str, bytes], shared: int = 64, parameters: tuple[str, ...] = (".u64",), registers: int = 40
+    sections: dict[str, bytes],
+    shared: int = 64,
+    parameters: tuple[str, ...] = (".u64",),
+    registers: int = 40,
 ) -> str:
     image = elf(sections, {".nv.shared.kernel": shared})
     return machine_code.digest("sm_90a", image, parameters, (128, 1, registers, 0, 1024))
@@ -139,7 +163,12 @@ def test_what_runs_is_the_name(section: str) -> None:
 
 
 def test_shared_memory_parameters_and_registers_are_part_of_it() -> None:
-    names = {name(PLAIN), name(PLAIN, shared=65), name(PLAIN, parameters=(".u32",)), name(PLAIN, registers=41)}
+    names = {
+        name(PLAIN),
+        name(PLAIN, shared=65),
+        name(PLAIN, parameters=(".u32",)),
+        name(PLAIN, registers=41),
+    }
     assert len(names) == 4
 
 
@@ -179,7 +208,9 @@ def test_another_division_is_another_launch(monkeypatch: pytest.MonkeyPatch) -> 
     of = Problem("record", 100, 12, 4)
     before = launch("KdaWS", of)
     schedule = walk.schedule
-    monkeypatch.setattr(walk, "schedule", lambda items, ctas, least=1: schedule(items, ctas // 2, least))
+    monkeypatch.setattr(
+        walk, "schedule", lambda items, ctas, least=1: schedule(items, ctas // 2, least)
+    )
     assert launch("KdaWS", of) != before
 
 
@@ -189,7 +220,9 @@ def test_a_commit_has_launches_too(kind: Any) -> None:
     assert launch("KdaCommit", of) != launch("KdaCommit", of, heads_per_cta=1)
 
 
-def test_launches_are_recorded_without_a_binary_or_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_are_recorded_without_a_binary_or_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KDA_KERNELS_CACHE", str(tmp_path))
     launch("KdaWide", STEP, form="chunked")
     assert list(tmp_path.iterdir()) == []
@@ -205,9 +238,13 @@ def test_outside_a_recording_nothing_is_recorded() -> None:
 
 
 def test_triton_is_named_by_its_sources() -> None:
-    binary, _, launched = identity.code("stock", None, STEP, variants.make_spec("stock", {}), H200).partition("-")
+    binary, _, launched = identity.code(
+        "stock", None, STEP, variants.make_spec("stock", {}), H200
+    ).partition("-")
     assert binary == launched
-    assert variants.digest("stock") == f"sha256:{binary}{variants.digest('stock')[7 + len(binary) :]}"
+    assert (
+        variants.digest("stock") == f"sha256:{binary}{variants.digest('stock')[7 + len(binary) :]}"
+    )
 
 
 def test_a_worker_names_nothing_where_operands_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,6 +252,10 @@ def test_a_worker_names_nothing_where_operands_are_refused(monkeypatch: pytest.M
     monkeypatch.setattr(gpu, "current_gpu", lambda: H200)
     benches: Any = SimpleNamespace(extra={})
     cell, compiled = Cell("decode", 4, 12), SimpleNamespace(binary=SimpleNamespace(digest="0" * 16))
-    other = Candidate.of("KdaWide", {"conv_weight_dtype": "bf16"})  # where a cell's weights are FP32
+    other = Candidate.of(
+        "KdaWide", {"conv_weight_dtype": "bf16"}
+    )  # where a cell's weights are FP32
     assert worker._Benches.code(benches, cell, other, compiled) == ""
-    assert worker._Benches.code(benches, cell, Candidate.of("KdaWide", {}), compiled).startswith("0" * 16 + "-")
+    assert worker._Benches.code(benches, cell, Candidate.of("KdaWide", {}), compiled).startswith(
+        "0" * 16 + "-"
+    )

@@ -22,12 +22,16 @@ STEPS = [
 @pytest.mark.parametrize("inputs", ["model", "generic"])
 def test_shapes_dtypes_and_values(problem: Problem, inputs: str) -> None:
     operands = make_step(problem, seed=0, device="cpu", inputs=inputs)  # type: ignore[arg-type]
-    present = {name: tuple(v.shape) for name, v in vars(operands).items() if isinstance(v, torch.Tensor)}
+    present = {
+        name: tuple(v.shape) for name, v in vars(operands).items() if isinstance(v, torch.Tensor)
+    }
     assert present == problem.operand_shapes
     for name, value in vars(operands).items():
         if isinstance(value, torch.Tensor) and value.is_floating_point() and name != "out":
             assert value.isfinite().all(), name
-    assert operands.state.dtype is {"fp32": torch.float32, "bf16": torch.bfloat16}[problem.state_dtype]
+    assert (
+        operands.state.dtype is {"fp32": torch.float32, "bf16": torch.bfloat16}[problem.state_dtype]
+    )
     channel, entry = operands.conv_state.stride()[1:]
     assert (channel == 1) is (problem.conv_layout == "window-major")
     assert (entry == 1) is (problem.conv_layout == "dim-first")
@@ -121,7 +125,11 @@ def test_commit_operands(kind: str, align: bool) -> None:
     assert operands.source[[2, 5]].tolist() == [0, -1]
     live = operands.source[operands.source > 0].tolist()
     targets = operands.destination.tolist()
-    stored = [] if operands.boundary_slot is None else operands.boundary_slot[operands.boundary_slot > 0].tolist()
+    stored = (
+        []
+        if operands.boundary_slot is None
+        else operands.boundary_slot[operands.boundary_slot > 0].tolist()
+    )
     assert len(stored) == (3 if align else 0)
     assert len({*targets, *stored}) == len(targets) + len(stored)
     assert min(live + targets) > 0
@@ -156,6 +164,9 @@ def test_the_gates_bound_is_the_problems() -> None:
         problem = Problem("record", 2, 1, 2, lower_bound=bound)
         assert make_step(problem, seed=0, device="cpu").lower_bound == bound
         assert make_step(problem, seed=0, device="cpu", lower_bound=-3.0).lower_bound == -3.0
-    assert make_commit(Problem("commit", 2, 1, 2, lower_bound=-8.0), seed=0, device="cpu").lower_bound == -8.0
+    assert (
+        make_commit(Problem("commit", 2, 1, 2, lower_bound=-8.0), seed=0, device="cpu").lower_bound
+        == -8.0
+    )
     with pytest.raises(ValueError, match="lower_bound=None: kind flush needs a bounded gate"):
         make_commit(Problem("flush", 2, 1, 2, lower_bound=None), seed=0, device="cpu")

@@ -1,4 +1,5 @@
-"""The dispatcher without a GPU: choices, messages, reloads; stock interpreted, CuTe launches recorded."""
+"""The dispatcher without a GPU: choices, messages, reloads; stock interpreted, CuTe launches
+recorded."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ from kda_kernels.serving.prepared import Choice, DefaultPolicy, PreparedKda
 from kda_kernels.variants import commit, split
 
 H200 = Gpu("sm_90a", 132)
-cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton runs compiled here: see test_gpu_prepared.py")
+cpu_only = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="Triton runs compiled here: see test_gpu_prepared.py"
+)
 
 
 class Only(DefaultPolicy):
@@ -60,7 +63,13 @@ def layer(o: StepOperands) -> LayerWeights:
     """The weights of operands as a model keeps them."""
     weight = o.conv_weight.transpose(1, 2).reshape(-1, 1, 4).contiguous()
     return LayerWeights(
-        weight, o.conv_bias, o.f_b, o.A_log.view(1, 1, -1, 1), o.dt_bias, o.norm_weight.bfloat16(), o.lower_bound
+        weight,
+        o.conv_bias,
+        o.f_b,
+        o.A_log.view(1, 1, -1, 1),
+        o.dt_bias,
+        o.norm_weight.bfloat16(),
+        o.lower_bound,
     )
 
 
@@ -73,11 +82,15 @@ def rounded(o: StepOperands) -> StepOperands:
     return replace(o, norm_weight=o.norm_weight.bfloat16().float())
 
 
-def meta(heads: int, tokens: int = 8, requests: int = 32, records: bool = True, **changes: Any) -> Caches:
+def meta(
+    heads: int, tokens: int = 8, requests: int = 32, records: bool = True, **changes: Any
+) -> Caches:
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    made = Caches(empty(9, heads, 128, 128), empty(9, 384 * heads, tokens + 2, dtype=torch.bfloat16))
+    made = Caches(
+        empty(9, heads, 128, 128), empty(9, 384 * heads, tokens + 2, dtype=torch.bfloat16)
+    )
     if records:
         made = replace(
             made,
@@ -92,7 +105,9 @@ def make(heads: int = 2, table: Any = None, **options: Any) -> PreparedKda:
     weights = layer(make_step(Problem("decode", 1, heads), seed=0, device="cpu"))
     layout = options.pop("conv_layout", "dim-first")
     pitch = Problem("decode", 1, heads).pitch
-    return PreparedKda(replace(weights, **options), table or {4: (pitch, None), (4, 3): (pitch, None)}, layout)
+    return PreparedKda(
+        replace(weights, **options), table or {4: (pitch, None), (4, 3): (pitch, None)}, layout
+    )
 
 
 @pytest.mark.parametrize("records", [True, False])
@@ -127,7 +142,14 @@ def test_layers_share_what_is_compiled() -> None:
 
 
 def test_the_tables_of_a_policy_are_taken_as_they_are() -> None:
-    kda = make(6, {key: found for key, found in nvidia_h200.POLICIES[6].items() if key in ((2, 1), (12, 1), (12, 4))})
+    kda = make(
+        6,
+        {
+            key: found
+            for key, found in nvidia_h200.POLICIES[6].items()
+            if key in ((2, 1), (12, 1), (12, 4))
+        },
+    )
     rows = kda.prepare(meta(6), H200, nvidia_h200)
     assert [row.key for row in rows] == [2, 12, (12, 4)]
     assert [row.options["gate_mode"] for row in rows] == [
@@ -159,7 +181,9 @@ def test_falls_through_what_is_unsupported() -> None:
         "default (",
     ):
         assert part in row.reason
-    with pytest.raises(ValueError, match=r"key 4: no variant takes it; KdaNext: not in this version"):
+    with pytest.raises(
+        ValueError, match=r"key 4: no variant takes it; KdaNext: not in this version"
+    ):
         kda.prepare(meta(2), H200, Only(policy.choices[0]))
     assert list(kda._steps) == [4]  # a failed call changes nothing
 
@@ -171,7 +195,9 @@ def test_falls_through_what_is_unsupported() -> None:
         ({}, {"conv_state": torch.empty(9, 768, 10, device="meta")}, "window is torch.float32"),
     ],
 )
-def test_what_only_stock_takes(options: dict[str, Any], changes: dict[str, Any], reason: str) -> None:
+def test_what_only_stock_takes(
+    options: dict[str, Any], changes: dict[str, Any], reason: str
+) -> None:
     rows = make(2, **options).prepare(meta(2, **changes), H200, DefaultPolicy())
     assert {row.variant for row in rows} == {"stock"}
     assert all(reason in row.reason for row in rows)
@@ -179,7 +205,12 @@ def test_what_only_stock_takes(options: dict[str, Any], changes: dict[str, Any],
 
 @pytest.mark.parametrize(
     ("entries", "pitch", "major", "streamable"),
-    [(10, 1168, False, True), (17, 1168, False, False), (10, 1170, False, False), (17, 1168, True, True)],
+    [
+        (10, 1168, False, True),
+        (17, 1168, False, False),
+        (10, 1170, False, False),
+        (17, 1168, True, True),
+    ],
 )
 def test_streamable(entries: int, pitch: int, major: bool, streamable: bool) -> None:
     window = torch.empty(9, entries, 768, dtype=torch.bfloat16, device="meta").transpose(1, 2)
@@ -200,7 +231,9 @@ def test_a_variant_that_needs_a_streamable_step() -> None:
 
 def test_a_gate_that_one_variant_cannot_compute_is_another_ones(recorder: Recorder) -> None:
     """It was refused by `launch` alone: `prepare` took KdaWide, and each `run` raised."""
-    policy = Only(Choice("KdaWide", {"form": "chunked"}), Choice("KdaSplit", {"split": 2, "threads": 128}))
+    policy = Only(
+        Choice("KdaWide", {"form": "chunked"}), Choice("KdaSplit", {"split": 2, "threads": 128})
+    )
     problem = Problem("record", 96, 2, 8, lower_bound=-8.0)
     o = make_step(problem, seed=1, device="cpu")
     assert o.lower_bound == -8.0
@@ -212,11 +245,15 @@ def test_a_gate_that_one_variant_cannot_compute_is_another_ones(recorder: Record
     ((_, operands, _),) = recorder.launches
     assert operands.lower_bound == -8.0
     mild = replace(o, lower_bound=-5.0)
-    (row,) = PreparedKda(layer(mild), {(96, 8): (problem.pitch, None)}).prepare(caches(mild), H200, policy)
+    (row,) = PreparedKda(layer(mild), {(96, 8): (problem.pitch, None)}).prepare(
+        caches(mild), H200, policy
+    )
     assert row.variant == "KdaWide"
 
 
-def test_every_variant_is_asked_with_the_bound_of_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_variant_is_asked_with_the_bound_of_the_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     real, asked = variants.load, []
 
     def stand_in(name: str) -> Any:
@@ -224,14 +261,18 @@ def test_every_variant_is_asked_with_the_bound_of_the_layer(monkeypatch: pytest.
             asked.append((name, problem.lower_bound))
             return None if name == "stock" else "not today"
 
-        return SimpleNamespace(Spec=real(name).Spec, unsupported=unsupported, compile=real(name).compile)
+        return SimpleNamespace(
+            Spec=real(name).Spec, unsupported=unsupported, compile=real(name).compile
+        )
 
     monkeypatch.setattr(variants, "load", stand_in)
     policy = Only(*(Choice(name, {}) for name in ("KdaWS", "KdaSplit", "stock")))
     for bound in (-8.0, None):
         (row,) = make(2, {4: (1168, None)}, lower_bound=bound).prepare(meta(2), H200, policy)
         assert row.variant == "stock"
-    assert asked == [(name, bound) for bound in (-8.0, None) for name in ("KdaWS", "KdaSplit", "stock")]
+    assert asked == [
+        (name, bound) for bound in (-8.0, None) for name in ("KdaWS", "KdaSplit", "stock")
+    ]
 
 
 def test_one_warning_without_a_policy_for_the_device() -> None:
@@ -290,21 +331,48 @@ BF16_STATE = torch.empty(9, 2, 128, 128, dtype=torch.bfloat16, device="meta")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda: make(2, {4: (1153, None)}), "key 4: row pitch 1153 is below the 1154 columns used"),
+        (
+            lambda: make(2, {4: (1153, None)}),
+            "key 4: row pitch 1153 is below the 1154 columns used",
+        ),
         (lambda: make(2, {(4, 9): (1168, None)}), "tokens=9"),
         (lambda: make(2, {4: (1168, 0), (4, 1): (1168, 1)}), r"key \(4, 1\): given twice"),
         (lambda: make(2, f_b=torch.zeros(128, 128)), "f_b: shape"),
         (lambda: make(2, conv_weight=torch.zeros(768, 4)), "conv_weight"),
-        (lambda: make().prepare(meta(2, pending=torch.zeros(9)), H200, STOCK), "pending: torch.float32 is not"),
-        (lambda: make().prepare(meta(2, pending=PENDING[:4]), H200, STOCK), "pending: 4 entries for 9 record rows"),
-        (lambda: make().prepare(meta(2, records=False, pending=PENDING), H200, STOCK), "only where records are kept"),
-        (lambda: make().prepare(meta(2, state=BF16_STATE, pending=PENDING), H200, STOCK), "only with an FP32 state"),
-        (lambda: make(lower_bound=None).prepare(meta(2, pending=PENDING), H200, STOCK), "and a bounded gate"),
+        (
+            lambda: make().prepare(meta(2, pending=torch.zeros(9)), H200, STOCK),
+            "pending: torch.float32 is not",
+        ),
+        (
+            lambda: make().prepare(meta(2, pending=PENDING[:4]), H200, STOCK),
+            "pending: 4 entries for 9 record rows",
+        ),
+        (
+            lambda: make().prepare(meta(2, records=False, pending=PENDING), H200, STOCK),
+            "only where records are kept",
+        ),
+        (
+            lambda: make().prepare(meta(2, state=BF16_STATE, pending=PENDING), H200, STOCK),
+            "only with an FP32 state",
+        ),
+        (
+            lambda: make(lower_bound=None).prepare(meta(2, pending=PENDING), H200, STOCK),
+            "and a bounded gate",
+        ),
         (lambda: make().prepare(meta(2, key_gates=None), H200, STOCK), "go together"),
-        (lambda: make().prepare(meta(2, tokens=2), H200, STOCK), "conv_state: 4 entries; 3 tokens need 5"),
-        (lambda: make().prepare(meta(2, requests=3), H200, STOCK), r"records: 8 tokens, 3 rows; the keys need 3, 4"),
+        (
+            lambda: make().prepare(meta(2, tokens=2), H200, STOCK),
+            "conv_state: 4 entries; 3 tokens need 5",
+        ),
+        (
+            lambda: make().prepare(meta(2, requests=3), H200, STOCK),
+            r"records: 8 tokens, 3 rows; the keys need 3, 4",
+        ),
         (lambda: make().prepare(meta(3), H200, STOCK), "state: shape"),
-        (lambda: make(conv_layout="window-major").prepare(meta(2), H200, STOCK), "are not window-major"),
+        (
+            lambda: make(conv_layout="window-major").prepare(meta(2), H200, STOCK),
+            "are not window-major",
+        ),
     ],
 )
 def test_what_is_refused(change: Callable[[], object], message: str) -> None:
@@ -312,7 +380,11 @@ def test_what_is_refused(change: Callable[[], object], message: str) -> None:
         change()
 
 
-PROBLEMS = [Problem("decode", 3, 2), Problem("spec", 3, 2, 2), Problem("record", 3, 2, 3, conv_layout="window-major")]
+PROBLEMS = [
+    Problem("decode", 3, 2),
+    Problem("spec", 3, 2, 2),
+    Problem("record", 3, 2, 3, conv_layout="window-major"),
+]
 
 
 @cpu_only
@@ -365,10 +437,14 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 def test_launches_of_the_cute_path(problem: Problem, recorder: Recorder) -> None:
     o = make_step(problem, seed=1, device="cpu")
     key = (problem.requests, problem.tokens) if problem.tokens > 1 else problem.requests
-    kda = PreparedKda(layer(o), {key: (problem.pitch, None), 9: (problem.pitch, None)}, problem.conv_layout)
+    kda = PreparedKda(
+        layer(o), {key: (problem.pitch, None), 9: (problem.pitch, None)}, problem.conv_layout
+    )
     made = caches(o)
     if made.record_rows is not None:
-        made = replace(made, record_rows=torch.cat((made.record_rows, torch.full((6,), -1, dtype=torch.int32))))
+        made = replace(
+            made, record_rows=torch.cat((made.record_rows, torch.full((6,), -1, dtype=torch.int32)))
+        )
     kda.prepare(made, H200, Only(Choice("KdaSplit", {"pdl": True})))
     kda.run(o.projected, o.out, made, o.slots, o.accepted, problem.tokens, stream=7)
     ((compiled, operands, stream),) = recorder.launches
@@ -449,7 +525,10 @@ def test_a_decode_flushes_first(deferring: Deferring) -> None:
     )  # fmt: skip
     expected = reference.step(decode, step)
     kda.run(rows, out, made, o.slots[:, 0])
-    assert compare.check_step(decode, replace(step, state=o.state, conv_state=o.conv_state), expected) is None
+    assert (
+        compare.check_step(decode, replace(step, state=o.state, conv_state=o.conv_state), expected)
+        is None
+    )
 
 
 @cpu_only
@@ -502,14 +581,22 @@ def test_operands_that_do_not_fit(change: dict[str, Any], message: str, recorder
     o = make_step(Problem("decode", 4, 2), seed=0, device="cpu")
     made = meta(2)
     kda.prepare(replace(made, state=torch.empty(9, 2, 128, 128)), H200, DefaultPolicy())
-    call: dict[str, Any] = {"projected": o.projected, "out": o.out, "caches": made, "slots": o.slots}
+    call: dict[str, Any] = {
+        "projected": o.projected,
+        "out": o.out,
+        "caches": made,
+        "slots": o.slots,
+    }
     with pytest.raises(ValueError, match=message):
         kda.run(**(call | change))
     assert recorder.launches == []
 
 
 def committed(layers: int = 2, align: bool = False, **sizes: Any) -> Any:
-    problem = Problem("commit", **{"requests": 3, "heads": 2, "tokens": 3, "layers": layers, "pending": "mix", **sizes})
+    problem = Problem(
+        "commit",
+        **{"requests": 3, "heads": 2, "tokens": 3, "layers": layers, "pending": "mix", **sizes},
+    )
     o = make_commit(problem, seed=3, device="cpu", align=align, null_requests=(1,))
     heads = problem.heads
     weights = [
@@ -518,7 +605,8 @@ def committed(layers: int = 2, align: bool = False, **sizes: Any) -> Any:
     ]
     window = torch.zeros(1, 384 * heads, 5, dtype=torch.bfloat16)
     kept = [
-        Caches(s, window, c, k, o.record_rows) for s, c, k in zip(o.states, o.corrections, o.key_gates, strict=True)
+        Caches(s, window, c, k, o.record_rows)
+        for s, c, k in zip(o.states, o.corrections, o.key_gates, strict=True)
     ]
     return o, weights, kept
 
@@ -531,7 +619,9 @@ def test_commits_of_all_layers_by_stock(align: bool, monkeypatch: pytest.MonkeyP
     context = CommitContext(weights, kept, H200, align)
     expected = [reference.commit(o, index) for index in range(2)]
     compare.poison(o)
-    context.commit(o.source, o.length, o.destination, o.record_rows, o.boundary_length, o.boundary_slot)
+    context.commit(
+        o.source, o.length, o.destination, o.record_rows, o.boundary_length, o.boundary_slot
+    )
     for index in range(2):
         assert compare.check_commit(o, expected[index], index) is None
     weights[1].A_log.add_(1)
@@ -542,7 +632,8 @@ def test_commits_of_all_layers_by_stock(align: bool, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("layers", "requests", "source"), [(2, 3, "registers"), (2, 101, "bulk"), (2, 1101, "ring"), (2, 0, None)]
+    ("layers", "requests", "source"),
+    [(2, 3, "registers"), (2, 101, "bulk"), (2, 1101, "ring"), (2, 0, None)],
 )
 def test_the_form_of_a_commit_goes_by_pages(
     layers: int, requests: int, source: str | None, monkeypatch: pytest.MonkeyPatch

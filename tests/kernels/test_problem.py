@@ -25,9 +25,12 @@ KINDS = {
         (96, 64, (200.7, 119.8, 141.7, 224.9, 253.1)),
     ],
 )
-def test_floors_equal_the_published_table(heads: int, requests: int, floors_us: tuple[float, ...]) -> None:
+def test_floors_equal_the_published_table(
+    heads: int, requests: int, floors_us: tuple[float, ...]
+) -> None:
     got = [make(heads, requests).floor_us() for make in KINDS.values()]
-    # The table has one decimal, and charges a record's writes at the update bandwidth, which makes up to 0.7 %.
+    # The table has one decimal, and charges a record's writes at the update bandwidth, which makes
+    # up to 0.7 %.
     assert got == pytest.approx(floors_us, abs=0.06, rel=0.012)
 
 
@@ -80,7 +83,9 @@ def test_projection_columns(heads: int) -> None:
     assert problem.used_columns <= problem.pitch < problem.used_columns + 16
 
 
-@pytest.mark.parametrize(("kind", "window"), [("decode", 3), ("spec", 7), ("record", 7), ("replay", 7)])
+@pytest.mark.parametrize(
+    ("kind", "window"), [("decode", 3), ("spec", 7), ("record", 7), ("replay", 7)]
+)
 def test_operand_shapes(kind: str, window: int) -> None:
     tokens = 1 if kind == "decode" else 5
     shapes = Problem(kind, 4, 3, tokens, pending=2 if kind == "replay" else None).operand_shapes  # type: ignore[arg-type]

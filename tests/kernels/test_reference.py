@@ -1,4 +1,5 @@
-"""The float64 reference against hand-worked cases, against a loop over single items, and against itself."""
+"""The float64 reference against hand-worked cases, against a loop over single items, and against
+itself."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from kda_kernels.problem import Problem
 def naive(
     kind: str, operands: StepOperands, starts: list[int], lengths: list[int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """out, state, conv_state, corrections, key_gates in float64: one item and one token at a time, rows as given."""
+    """out, state, conv_state, corrections, key_gates in float64: one item and one token at a time,
+    rows as given."""
     o = operands
     heads, D = o.state.shape[1], 128 * o.state.shape[1]
     x_all, f_b = o.projected.double(), o.f_b.double()
@@ -57,7 +59,10 @@ def naive(
             S = o.state[read, h].double()
             if kind == "replay":
                 for t in range(n):
-                    k, raw = o.key_gates[row, h, t, :128].double(), o.key_gates[row, h, t, 128:].double()
+                    k, raw = (
+                        o.key_gates[row, h, t, :128].double(),
+                        o.key_gates[row, h, t, 128:].double(),
+                    )
                     k = k / math.sqrt(float(k @ k) + 1e-6)
                     S = S * decay(raw, h) + torch.outer(o.corrections[row, h, t].double(), k)
                 if n:
@@ -94,7 +99,9 @@ def naive(
 
 
 def even_rows(problem: Problem) -> tuple[list[int], list[int]]:
-    return [b * problem.tokens for b in range(problem.requests)], [problem.tokens] * problem.requests
+    return [b * problem.tokens for b in range(problem.requests)], [
+        problem.tokens
+    ] * problem.requests
 
 
 PROBLEMS = [
@@ -136,7 +143,9 @@ def test_the_operands_are_only_read() -> None:
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: f"{p.kind}-{p.state_dtype}")
 def test_chunked_equals_recurrence(problem: Problem) -> None:
     operands = make_step(problem, seed=5, device="cpu", inputs="generic")
-    serial, chunked = (reference.step(problem, operands, form) for form in ("recurrence", "chunked"))
+    serial, chunked = (
+        reference.step(problem, operands, form) for form in ("recurrence", "chunked")
+    )
     torch.testing.assert_close(chunked.state, serial.state, rtol=1e-12, atol=1e-12)
     if serial.corrections is not None:
         torch.testing.assert_close(chunked.corrections, serial.corrections, rtol=1e-12, atol=1e-12)
@@ -150,8 +159,17 @@ def test_chunked_equals_recurrence_without_rounding() -> None:
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.float64, generator=g)
 
-    keys, queries = reference.normalized(draw(2, 3, 8, 128)), reference.normalized(draw(2, 3, 8, 128))
-    arguments = keys, queries, draw(2, 3, 8, 128), -5 * torch.sigmoid(draw(2, 3, 8, 128)), torch.sigmoid(draw(2, 3, 8))
+    keys, queries = (
+        reference.normalized(draw(2, 3, 8, 128)),
+        reference.normalized(draw(2, 3, 8, 128)),
+    )
+    arguments = (
+        keys,
+        queries,
+        draw(2, 3, 8, 128),
+        -5 * torch.sigmoid(draw(2, 3, 8, 128)),
+        torch.sigmoid(draw(2, 3, 8)),
+    )
     state = draw(2, 3, 128, 128)
     serial = reference.recurrence(state.clone(), *arguments)
     untouched = state.clone()
@@ -164,10 +182,20 @@ def test_chunked_equals_recurrence_without_rounding() -> None:
 
 
 def blank(kind: str, tokens: int = 1, pending: int | None = None) -> tuple[Problem, StepOperands]:
-    """One request on slot 1, all zero; beta 1, decay 1, keys and queries e_0 where their first input is 20."""
+    """One request on slot 1, all zero; beta 1, decay 1, keys and queries e_0 where their first
+    input is 20."""
     problem = Problem(kind, 1, 1, tokens, pending=pending)  # type: ignore[arg-type]
     operands = make_step(problem, seed=0, device="cpu", conv_bias=False)
-    for name in ("projected", "conv_weight", "conv_state", "f_b", "A_log", "state", "corrections", "key_gates"):
+    for name in (
+        "projected",
+        "conv_weight",
+        "conv_state",
+        "f_b",
+        "A_log",
+        "state",
+        "corrections",
+        "key_gates",
+    ):
         if getattr(operands, name) is not None:
             getattr(operands, name).zero_()
     operands.dt_bias.fill_(-1000)
@@ -188,7 +216,8 @@ def test_taps_run_from_the_oldest_input_to_the_newest() -> None:
     operands.conv_state[1, value, :3] = torch.tensor([1.0, 2.0, 3.0])
     operands.projected[:, value] = torch.tensor([4.0, 5.0])
     result = reference.step(problem, operands)
-    # 1234 and 2345, SiLU leaves them, BF16 rounds to multiples of 8 and 16; the second is stored over the first.
+    # 1234 and 2345, SiLU leaves them, BF16 rounds to multiples of 8 and 16; the second is stored
+    # over the first.
     first = 1232.0
     torch.testing.assert_close(result.corrections[0, 0, :, 5], torch.tensor([first, 2352 - first]).double(), rtol=1e-5,
                                atol=1e-5)  # fmt: skip
@@ -222,7 +251,9 @@ def test_unbounded_decay() -> None:
     operands.A_log.fill_(math.log(3))
     operands.state[1] = 1
     result = reference.step(problem, replace(operands, lower_bound=None))
-    torch.testing.assert_close(result.state[1, 0, :, 7], torch.full((128,), 1 / 8, dtype=torch.float64))
+    torch.testing.assert_close(
+        result.state[1, 0, :, 7], torch.full((128,), 1 / 8, dtype=torch.float64)
+    )
 
 
 def test_the_delta_rule_replaces_the_value_of_a_key() -> None:
@@ -232,7 +263,9 @@ def test_the_delta_rule_replaces_the_value_of_a_key() -> None:
     operands.projected[0, 256:384] = 32  # SiLU(32) = 32
     operands.projected[0, 384:512] = 100  # output gate 1
     result = reference.step(problem, operands)
-    torch.testing.assert_close(result.state[1, 0, :, 0], torch.full((128,), 32.0).double(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        result.state[1, 0, :, 0], torch.full((128,), 32.0).double(), rtol=1e-6, atol=0
+    )
     assert (result.state[1, 0, :, 1] == 9).all()
     # The output is constant over the head, so the norm makes it 1.
     torch.testing.assert_close(result.out, torch.ones(1, 128).double(), rtol=1e-5, atol=0)
@@ -267,7 +300,9 @@ def test_a_longer_window_keeps_its_tail() -> None:
 
 def test_null_requests_get_zeros_and_change_nothing() -> None:
     for problem in PROBLEMS:
-        operands = make_step(problem, seed=6, device="cpu", null_requests=tuple(range(problem.requests)))
+        operands = make_step(
+            problem, seed=6, device="cpu", null_requests=tuple(range(problem.requests))
+        )
         result = reference.step(problem, operands)
         assert not result.live.any()
         assert not result.out.any()
@@ -294,10 +329,14 @@ def test_a_null_window_or_accepted_state_makes_a_null_request() -> None:
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3])
 def test_record_then_commit_or_replay_equals_spec(n: int) -> None:
-    """Two windows: states, outputs and windows agree however the accepted tokens of the first get into the state."""
+    """Two windows: states, outputs and windows agree however the accepted tokens of the first get
+    into the state."""
     spec_problem, record_problem = Problem("spec", 2, 2, 3), Problem("record", 2, 2, 3)
     replay_problem = Problem("replay", 2, 2, 3, pending=n)
-    first, second = make_step(record_problem, seed=7, device="cpu"), make_step(record_problem, seed=8, device="cpu")
+    first, second = (
+        make_step(record_problem, seed=7, device="cpu"),
+        make_step(record_problem, seed=8, device="cpu"),
+    )
 
     recorded = reference.step(record_problem, first)
     replayed = reference.step(replay_problem, replace(
@@ -321,7 +360,9 @@ def test_record_then_commit_or_replay_equals_spec(n: int) -> None:
     after = reference.step(spec_problem, continued)
     torch.testing.assert_close(after.out, recorded.out)
     checkpoint = after.state[slots[:, n - 1].long()]
-    torch.testing.assert_close(replayed.state[first.slots[:, 0].long()], checkpoint, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        replayed.state[first.slots[:, 0].long()], checkpoint, rtol=1e-9, atol=1e-12
+    )
     again = reference.step(spec_problem, replace(
         continued, projected=second.projected, state=after.state, conv_state=after.conv_state,
         accepted=torch.full((2,), n, dtype=torch.int32)))  # fmt: skip
@@ -333,7 +374,9 @@ def loop_commit(operands: CommitOperands, layer: int) -> Tensor:
     o = operands
     state = o.states[layer].double()
     for b in range(len(o.source)):
-        n, source, destination, row = (int(x[b]) for x in (o.length, o.source, o.destination, o.record_rows))
+        n, source, destination, row = (
+            int(x[b]) for x in (o.length, o.source, o.destination, o.record_rows)
+        )
         if n <= 0 or source <= 0 or destination <= 0:
             continue
         stores = [(n, destination)]
@@ -345,7 +388,9 @@ def loop_commit(operands: CommitOperands, layer: int) -> Tensor:
                 k, raw = o.key_gates[layer][row, h, t].double().view(2, 128)
                 exponent = -math.exp(o.A_log[layer, h]) * (raw + o.dt_bias[layer, h].double())
                 S = S * torch.exp(o.lower_bound / (1 + exponent.exp()))
-                S = S + torch.outer(o.corrections[layer][row, h, t].double(), k / (k @ k + 1e-6).sqrt())
+                S = S + torch.outer(
+                    o.corrections[layer][row, h, t].double(), k / (k @ k + 1e-6).sqrt()
+                )
                 for length, slot in stores:
                     if t + 1 == length:
                         state[slot, h] = S
@@ -356,9 +401,12 @@ def loop_commit(operands: CommitOperands, layer: int) -> Tensor:
 @pytest.mark.parametrize("align", [False, True])
 def test_commit_equals_a_loop_over_tokens(kind: str, align: bool) -> None:
     problem = Problem(kind, 6, 2, 4, layers=2, pending="mix")  # type: ignore[arg-type]
-    operands = make_commit(problem, seed=9, device="cpu", inputs="generic", align=align, pad=16, null_requests=(1, 4))
+    operands = make_commit(
+        problem, seed=9, device="cpu", inputs="generic", align=align, pad=16, null_requests=(1, 4)
+    )
     if align:
-        # A boundary at the end of the window is stored too; the null slot and a negative one are not.
+        # A boundary at the end of the window is stored too; the null slot and a negative one are
+        # not.
         operands.boundary_length[0] = operands.length[0]
         operands.boundary_slot[3] = -1
     for records in (*operands.corrections, *operands.key_gates):
@@ -378,8 +426,12 @@ def test_commit_by_hand() -> None:
     operands.key_gates[0][0, 0, :, 3] = 4
     operands.corrections[0][0, 0] = torch.tensor([[5.0], [70.0]])
     state = reference.commit(operands, 0)[int(operands.destination[0]), 0]
-    torch.testing.assert_close(state[:, 0], torch.full((128,), 2 * math.exp(-2.5)).double(), rtol=1e-6, atol=0)
-    torch.testing.assert_close(state[:, 3], torch.full((128,), 2 * math.exp(-2.5) + 5).double(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        state[:, 0], torch.full((128,), 2 * math.exp(-2.5)).double(), rtol=1e-6, atol=0
+    )
+    torch.testing.assert_close(
+        state[:, 3], torch.full((128,), 2 * math.exp(-2.5) + 5).double(), rtol=1e-6, atol=0
+    )
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: f"{p.kind}-{p.state_dtype}")
@@ -396,7 +448,9 @@ def test_selected_requests_give_the_same_results(problem: Problem) -> None:
     torch.testing.assert_close(part.state[part.state_written], whole.state[pages.sort().values])
     if whole.corrections is not None:
         row = int(operands.record_rows[-1])
-        torch.testing.assert_close(part.corrections[part.records_written][0], whole.corrections[row])
+        torch.testing.assert_close(
+            part.corrections[part.records_written][0], whole.corrections[row]
+        )
 
 
 def test_a_commit_is_no_step() -> None:
@@ -514,7 +568,10 @@ def test_a_tie_may_fall_either_way() -> None:
     perfect(problem, operands, result)
     row = int(operands.record_rows[0])
     # 1 + 2^-8 is the tie of 1 and 1 + 2^-7.
-    for exact, other, passes in ((1 + 2**-8 - 1e-7, 1 + 2**-7, True), (1 + 2**-8 - 1e-3, 1 + 2**-7, False)):
+    for exact, other, passes in (
+        (1 + 2**-8 - 1e-7, 1 + 2**-7, True),
+        (1 + 2**-8 - 1e-3, 1 + 2**-7, False),
+    ):
         result.key_gates_exact[row, 0, 0, 0] = exact
         result.key_gates[row, 0, 0, 0] = 1.0
         operands.key_gates[row, 0, 0, 0] = other
@@ -537,9 +594,15 @@ def test_check_commit(align: bool) -> None:
 
 
 def test_poison_spares_what_a_launch_reads() -> None:
-    for problem in (*PROBLEMS, Problem("commit", 5, 1, 3, pending="mix"), Problem("flush", 5, 1, 3, pending="mix")):
+    for problem in (
+        *PROBLEMS,
+        Problem("commit", 5, 1, 3, pending="mix"),
+        Problem("flush", 5, 1, 3, pending="mix"),
+    ):
         make = make_commit if problem.folds_only else make_step
-        operands, again = (make(problem, seed=16, device="cpu", null_requests=(1,)) for _ in range(2))
+        operands, again = (
+            make(problem, seed=16, device="cpu", null_requests=(1,)) for _ in range(2)
+        )
         compare.poison(operands)
         if isinstance(operands, CommitOperands):
             for layer in range(problem.layers):

@@ -1,4 +1,5 @@
-"""Rings of stages: a few warps that hand items on, thread by thread, with and without each of a ring's steps."""
+"""Rings of stages: a few warps that hand items on, thread by thread, with and without each of a
+ring's steps."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def emulated() -> ModuleType:
 
 
 def handing_on(ring: ModuleType, stages: int, count: int, by_step: bool) -> Callable[[], None]:
-    """A kernel: each producer thread writes every item's number, and every consumer thread checks all of them.
+    """A kernel: each producer thread writes every item's number, and every consumer thread checks
+    all of them.
 
     by_step   turns come one after the other, instead of from the item's number
     """
@@ -61,7 +63,9 @@ def run(kernel: Callable[[], None], seeds: int) -> None:
         simt.run(kernel, (), grid=(1, 1, 1), threads=THREADS, spans=(), seed=seed)
 
 
-@pytest.mark.parametrize(("stages", "by_step"), [(1, False), (2, False), (4, False), (1, True), (2, True), (3, True)])
+@pytest.mark.parametrize(
+    ("stages", "by_step"), [(1, False), (2, False), (4, False), (1, True), (2, True), (3, True)]
+)
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_every_item_is_read_before_its_stage_is_filled_again(
     emulated: ModuleType, stages: int, by_step: bool, count: int
@@ -70,14 +74,18 @@ def test_every_item_is_read_before_its_stage_is_filled_again(
 
 
 @pytest.mark.parametrize("step", ["producer_acquire", "consumer_wait"])
-def test_a_missing_wait_shows(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+def test_a_missing_wait_shows(
+    emulated: ModuleType, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
     monkeypatch.setattr(emulated.Ring, step, lambda *_: None)
     with pytest.raises((AssertionError, RuntimeError)):
         run(handing_on(emulated, 2, 7, by_step=False), 5)
 
 
 @pytest.mark.parametrize("step", ["producer_commit", "consumer_release"])
-def test_a_missing_arrival_is_a_deadlock(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+def test_a_missing_arrival_is_a_deadlock(
+    emulated: ModuleType, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
     monkeypatch.setattr(emulated.Ring, step, lambda *_: None)
     with pytest.raises(RuntimeError, match="deadlock"):
         run(handing_on(emulated, 2, 7, by_step=False), 1)
@@ -88,7 +96,11 @@ def test_turns_of_numbers_and_of_steps_are_the_same(emulated: ModuleType, stages
     R = emulated.Ring(stages, None, None)
     turn = emulated.first()
     for n in range(20):
-        assert tuple(map(int, turn)) == tuple(map(int, R.turn(simt.Int32(n)))) == (n % stages, n // stages % 2)
+        assert (
+            tuple(map(int, turn))
+            == tuple(map(int, R.turn(simt.Int32(n))))
+            == (n % stages, n // stages % 2)
+        )
         turn = R.after(turn)
 
 
@@ -97,9 +109,13 @@ def test_turns_come_from_numbers_only_where_that_is_cheap(emulated: ModuleType) 
         emulated.Ring(3, None, None).turn(simt.Int32(0))
 
 
-def test_a_side_that_does_not_wait_has_no_mbarriers(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_side_that_does_not_wait_has_no_mbarriers(
+    emulated: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[tuple[int, int]] = []
-    monkeypatch.setattr(emulated, "arch", SimpleNamespace(mbarrier_init=lambda at, count: made.append((at, count))))
+    monkeypatch.setattr(
+        emulated, "arch", SimpleNamespace(mbarrier_init=lambda at, count: made.append((at, count)))
+    )
     emulated.Ring(2, 10, None).init(64, 96)
     emulated.Ring(2, None, 20).init(64, 96)
     assert made == [(10, 64), (11, 64), (20, 96), (21, 96)]

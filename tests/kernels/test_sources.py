@@ -32,7 +32,9 @@ def test_a_variant_is_written_in_every_module_with_device_code_that_it_names(nam
     assert {module, "kda_kernels.problem", "kda_kernels.device.blocks"} <= set(behind)
     for other in behind:
         for node in ast.parse(sources.path_of(other).read_text()).body:
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kda_kernels.parts."):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+                "kda_kernels.parts."
+            ):
                 assert node.module in behind
 
 
@@ -59,7 +61,14 @@ def test_prose_and_line_breaks_leave_the_digest(tmp_path: Path, old: str, new: s
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [("4", "5"), ("radius**2", "radius**3"), ("pi *", "pi +"), ("area", "surface"), ("WIDTH = 4\n", "")]
+    ("old", "new"),
+    [
+        ("4", "5"),
+        ("radius**2", "radius**3"),
+        ("pi *", "pi +"),
+        ("area", "surface"),
+        ("WIDTH = 4\n", ""),
+    ],
 )
 def test_code_changes_the_digest(tmp_path: Path, old: str, new: str) -> None:
     assert _said(tmp_path, WRITTEN.replace(old, new)) != _said(tmp_path, WRITTEN)

@@ -51,7 +51,11 @@ def spec(shape: tuple[int, int, int] = (1, 256, 16), **choices: Any) -> split.Sp
         (problem("decode"), {"conv_weight_dtype": "fp16"}, "conv_weight_dtype='fp16'"),
         (problem("decode"), {"form": "wide"}, "form='wide'"),
         (problem("record", 4), {"terms": 3}, "terms=3"),
-        (problem("record", 4, state_dtype="bf16"), {"terms": 1}, "terms=1: only for BF16 state in form chunked"),
+        (
+            problem("record", 4, state_dtype="bf16"),
+            {"terms": 1},
+            "terms=1: only for BF16 state in form chunked",
+        ),
         (problem("decode"), {"evict": True}, "evict: only with staging=shared"),
         (problem("decode"), {"spin": True}, "spin: only with split > 1"),
         (problem("record", 4), {"window": 5}, "window=5 must lie in 6..16"),
@@ -90,10 +94,19 @@ def test_threads_cover_the_state_once(shape: tuple[int, int, int], dtype: str) -
             first = rank * p.rows + warp * p.warp_rows + lane // p.lanes
             for j in range(p.thread_rows):
                 for c in range(p.chunks):
-                    at = (first + p.step * j) * HEAD_DIM + c * p.lanes * p.vector + lane % p.lanes * p.vector
+                    at = (
+                        (first + p.step * j) * HEAD_DIM
+                        + c * p.lanes * p.vector
+                        + lane % p.lanes * p.vector
+                    )
                     seen.update(range(at, at + p.vector))
             # The row whose sums `row_sums` leaves on this lane.
-            own = rank * p.rows + warp * p.warp_rows + p.step * (lane % p.lanes // p.copies) + lane // p.lanes
+            own = (
+                rank * p.rows
+                + warp * p.warp_rows
+                + p.step * (lane % p.lanes // p.copies)
+                + lane // p.lanes
+            )
             owners[own] += 1
     assert seen == Counter(range(HEAD_DIM * HEAD_DIM))
     assert owners == Counter(dict.fromkeys(range(HEAD_DIM), p.copies))
@@ -115,7 +128,9 @@ def test_lanes_that_hold_a_feature_reach_every_cta(shape: tuple[int, int, int]) 
 
 @pytest.mark.parametrize("tokens", range(2, 9))
 @pytest.mark.parametrize("shape", SHAPES)
-def test_later_token_groups_stay_out_of_the_window(tokens: int, shape: tuple[int, int, int]) -> None:
+def test_later_token_groups_stay_out_of_the_window(
+    tokens: int, shape: tuple[int, int, int]
+) -> None:
     """It is rolled in place while they run."""
     p = split.plan(problem("record", tokens), spec(shape))
     assert p.token_groups == 1 or p.group_tokens >= 3
@@ -124,7 +139,11 @@ def test_later_token_groups_stay_out_of_the_window(tokens: int, shape: tuple[int
 
 
 GRID = [
-    *((kind, tokens, shape, {}) for kind, tokens in (("decode", 1), ("record", 8), ("spec", 4)) for shape in SHAPES),
+    *(
+        (kind, tokens, shape, {})
+        for kind, tokens in (("decode", 1), ("record", 8), ("spec", 4))
+        for shape in SHAPES
+    ),
     *(("record", 8, shape, {"gate_mode": 0}) for shape in SHAPES if shape[1] < 512),
     ("record", 4, SHAPES[0], {"gate_mode": 1}),
     ("decode", 1, SHAPES[4], {"gate_mode": 1}),
@@ -145,7 +164,9 @@ GRID = [
 
 
 @pytest.mark.parametrize(("kind", "tokens", "shape", "choices"), GRID)
-def test_compiles_for_hopper(kind: str, tokens: int, shape: tuple[int, int, int], choices: dict[str, Any]) -> None:
+def test_compiles_for_hopper(
+    kind: str, tokens: int, shape: tuple[int, int, int], choices: dict[str, Any]
+) -> None:
     compiled = split.compile(problem(kind, tokens), spec(shape, **choices), H200)
     check_resources(compiled)
     assert len(compiled.binary.parameters) == len(arguments.Arguments._fields)
@@ -154,7 +175,9 @@ def test_compiles_for_hopper(kind: str, tokens: int, shape: tuple[int, int, int]
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("kind", "tokens"), [("decode", 1), ("record", 8), ("spec", 3)])
-def test_compiles_for_blackwell(kind: str, tokens: int, shape: tuple[int, int, int], arch: str) -> None:
+def test_compiles_for_blackwell(
+    kind: str, tokens: int, shape: tuple[int, int, int], arch: str
+) -> None:
     of, gpu = problem(kind, tokens), Gpu(arch, 148)
     reason = split.unsupported(of, spec(shape), gpu)
     if kind != "decode" and shape in ((1, 256, 16), (2, 128, 32)):
@@ -196,7 +219,9 @@ def test_sizes_share_a_binary() -> None:
 def test_no_cluster_barrier_asks_how_it_was_launched(tmp_path: Path) -> None:
     p = split.plan(problem("decode"), spec(SHAPES[4]))
     options = f"--keep-ptx --dump-dir={tmp_path} --gpu-arch sm_90a"
-    ptx = cute.compile(split._HOSTS["recurrence"], arguments.placeholder(), p, options=options).__ptx__
+    ptx = cute.compile(
+        split._HOSTS["recurrence"], arguments.placeholder(), p, options=options
+    ).__ptx__
     assert ".reqnctapercluster 4, 1, 1" in ptx
 
 
@@ -207,7 +232,10 @@ def test_no_cluster_barrier_asks_how_it_was_launched(tmp_path: Path) -> None:
         (lambda o: {"conv_state": o.conv_state.float()}, "conv_state"),
         (lambda o: {"conv_state": odd(o.conv_state)}, "conv_state"),
         (lambda o: {"conv_state": torch.cat((o.conv_state, o.conv_state), 2)}, "conv_state"),
-        (lambda o: {"conv_state": o.conv_state.transpose(1, 2).contiguous().transpose(1, 2)}, "conv_state"),
+        (
+            lambda o: {"conv_state": o.conv_state.transpose(1, 2).contiguous().transpose(1, 2)},
+            "conv_state",
+        ),
         (lambda o: {"conv_state": o.conv_state[:, :, :4]}, "conv_state"),
         (lambda o: {"conv_weight": o.conv_weight.bfloat16()}, "conv_weight"),
         (lambda o: {"conv_bias": o.conv_bias.bfloat16()}, "conv_bias"),
@@ -249,13 +277,19 @@ def emulated(modules: dict[str, ModuleType]) -> ModuleType:
         (Problem("decode", 1, 1, 1), SHAPES[5], {"spin": True}),
         (Problem("decode", 2, 1, 1, conv_layout="window-major"), SHAPES[4], {}),
         (Problem("decode", 2, 1, 1), SHAPES[3], {"staging": "shared", "pdl": True}),
-        (Problem("decode", 1, 1, 1, state_dtype="bf16"), SHAPES[4], {"staging": "shared", "state_late": True}),
+        (
+            Problem("decode", 1, 1, 1, state_dtype="bf16"),
+            SHAPES[4],
+            {"staging": "shared", "state_late": True},
+        ),
         (Problem("decode", 1, 1, 1), SHAPES[5], {"streamable": False, "gate_mode": 1}),
         (Problem("record", 1, 1, 3), SHAPES[5], {"gate_mode": 0, "pdl": True}),
         (Problem("spec", 1, 1, 2, conv_layout="window-major"), SHAPES[4], {}),
     ],
 )
-def test_steps_on_the_cpu(emulated: Any, of: Problem, shape: tuple[int, int, int], choices: dict[str, Any]) -> None:
+def test_steps_on_the_cpu(
+    emulated: Any, of: Problem, shape: tuple[int, int, int], choices: dict[str, Any]
+) -> None:
     null = (1,) if of.requests > 1 else ()
     operands = make_step(of, seed=of.tokens, device="cpu", pad=16, null_requests=null)
     assert simt.compare_step(emulated, of, spec(shape, **choices), operands, seed=1) is None
@@ -264,10 +298,14 @@ def test_steps_on_the_cpu(emulated: Any, of: Problem, shape: tuple[int, int, int
 def emulate_exchange(emulated: Any) -> str | None:
     """A decode by four CTAs."""
     of = Problem("decode", 1, 1, 1)
-    return simt.compare_step(emulated, of, spec(SHAPES[4]), make_step(of, seed=1, device="cpu", pad=16), seed=2)
+    return simt.compare_step(
+        emulated, of, spec(SHAPES[4]), make_step(of, seed=1, device="cpu", pad=16), seed=2
+    )
 
 
-def test_nothing_is_overwritten_by_what_comes_early(emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_overwritten_by_what_comes_early(
+    emulated: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What CTAs send to each other comes at once."""
     monkeypatch.setattr(simt_cluster.Barrier, "early", True)
     assert emulate_exchange(emulated) is None
@@ -279,7 +317,9 @@ def test_emulation_notices_wrong_counts_of_bytes(
 ) -> None:
     arch = modules["blocks"].arch
     expect = arch.mbarrier_arrive_and_expect_tx
-    monkeypatch.setattr(arch, "mbarrier_arrive_and_expect_tx", lambda b, nbytes: expect(b, nbytes + more))
+    monkeypatch.setattr(
+        arch, "mbarrier_arrive_and_expect_tx", lambda b, nbytes: expect(b, nbytes + more)
+    )
     with pytest.raises(RuntimeError, match=found):
         emulate_exchange(modules["split"])
 
@@ -292,7 +332,11 @@ def test_copies_fill_lines_in_order(modules: Any) -> None:
         for copies in zip(*lanes, strict=True):
             for first in range(0, 32, 8):
                 shared, source, nbytes = zip(*copies[first : first + 8], strict=True)
-                assert [s - shared[0] for s in shared] == [a - source[0] for a in source] == list(range(0, 128, 16))
+                assert (
+                    [s - shared[0] for s in shared]
+                    == [a - source[0] for a in source]
+                    == list(range(0, 128, 16))
+                )
                 assert shared[0] % 128 == source[0] % 128 == 0
                 assert set(nbytes) == {16}
 

@@ -1,5 +1,5 @@
-"""KdaSplit's chunked windows without a GPU: rules, index maps, the source run thread by thread over whole clusters, and
-what the compiler made of it."""
+"""KdaSplit's chunked windows without a GPU: rules, index maps, the source run thread by thread over
+whole clusters, and what the compiler made of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ from kda_kernels.variants import split, split_chunked
 from support import simt, simt_cluster
 from support.compiled import Recorder, sass_of
 
-GPUS = {"sm_90a": Gpu("sm_90a", 132), "sm_100a": Gpu("sm_100a", 148), "sm_103a": Gpu("sm_103a", 148)}
+GPUS = {
+    "sm_90a": Gpu("sm_90a", 132),
+    "sm_100a": Gpu("sm_100a", 148),
+    "sm_103a": Gpu("sm_103a", 148),
+}
 H200 = GPUS["sm_90a"]
 CTAS = {(1, 256): 2, (2, 128): 3, (2, 256): 2, (4, 128): 5, (4, 256): 3, (8, 128): 6}
 """That an SM must hold of each shape."""
@@ -36,7 +40,10 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def problem(tokens: int = 8, state_dtype: Any = "fp32", **sizes: Any) -> Problem:
-    return Problem("record", **{"requests": 4, "heads": 6, "tokens": tokens, "state_dtype": state_dtype, **sizes})
+    return Problem(
+        "record",
+        **{"requests": 4, "heads": 6, "tokens": tokens, "state_dtype": state_dtype, **sizes},
+    )
 
 
 @pytest.mark.parametrize(
@@ -44,7 +51,11 @@ def problem(tokens: int = 8, state_dtype: Any = "fp32", **sizes: Any) -> Problem
     [
         (Problem("decode", 4, 6), {}, "kind=decode"),
         (Problem("spec", 4, 6, 4), {}, "kind=spec"),
-        (problem(), {"ctas": 8, "threads": 256}, "split=8 threads=256: form=chunked takes 1 x 256, 2 x 128"),
+        (
+            problem(),
+            {"ctas": 8, "threads": 256},
+            "split=8 threads=256: form=chunked takes 1 x 256, 2 x 128",
+        ),
         (problem(), {"gate_mode": 2}, "gate_mode=2: form=chunked takes 0, 1"),
         (problem(), {"terms": 3}, "terms=3"),
         (problem(), {"terms": 1}, "terms=1: only for BF16 state"),
@@ -118,7 +129,11 @@ CASES: dict[str, tuple[Problem, split.Spec, dict[str, Any]]] = {
     "8 tokens, split 4": (problem(), spec(4, 128, gate_mode=1, spin=True), {}),
     "2 tokens, split 8, chained": (problem(2), spec(8, 128, pdl=True), {"inputs": "generic"}),
     "5 tokens, split 8, late": (problem(5), spec(8, 128, window=11, state_late=True), {}),
-    "7 tokens, split 4 x 256, bf16": (problem(7, "bf16"), spec(4, 256, terms=1), {"conv_bias": False}),
+    "7 tokens, split 4 x 256, bf16": (
+        problem(7, "bf16"),
+        spec(4, 256, terms=1),
+        {"conv_bias": False},
+    ),
     "3 tokens, split 1, bf16, window-major": (
         problem(3, "bf16", conv_layout="window-major"),
         spec(1, 256, gate_mode=1, conv_weight_dtype="bf16"),
@@ -132,8 +147,11 @@ CASES: dict[str, tuple[Problem, split.Spec, dict[str, Any]]] = {
 }
 
 
-def emulate(m: ModuleType, of: Problem, spec: split.Spec, draw: dict[str, Any], seed: int) -> str | None:
-    """A live item and a null one, and with generic inputs a live one without a record, against the reference."""
+def emulate(
+    m: ModuleType, of: Problem, spec: split.Spec, draw: dict[str, Any], seed: int
+) -> str | None:
+    """A live item and a null one, and with generic inputs a live one without a record, against the
+    reference."""
     of = replace(of, requests=3 if draw.get("inputs") == "generic" else 2, heads=1)
     operands = make_step(of, seed=seed, device="cpu", pad=16, null_requests=(1,), **draw)
     if spec.conv_weight_dtype == "bf16":
@@ -149,7 +167,9 @@ def test_emulation_agrees_with_the_reference(emulated: ModuleType, case: str) ->
     assert emulate(emulated, of, spec, draw, seed=len(case)) is None
 
 
-def test_nothing_is_overwritten_by_what_comes_early(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_overwritten_by_what_comes_early(
+    emulated: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What CTAs send to each other comes at once."""
     monkeypatch.setattr(simt_cluster.Barrier, "early", True)
     of, spec, draw = CASES["8 tokens, split 4"]
@@ -206,7 +226,9 @@ def check_resources(of: Problem, spec: split.Spec, gpu: Gpu) -> None:
         (3, "bf16", {"conv_weight_dtype": "bf16"}),
     ],
 )
-def test_compiles_for_hopper(shape: tuple[int, int], tokens: int, dtype: str, choices: dict[str, Any]) -> None:
+def test_compiles_for_hopper(
+    shape: tuple[int, int], tokens: int, dtype: str, choices: dict[str, Any]
+) -> None:
     check_resources(problem(tokens, dtype), spec(*shape, **choices), H200)
 
 

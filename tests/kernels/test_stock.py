@@ -19,7 +19,9 @@ from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import StepOperands, address_table, make_commit, make_step
 from kda_kernels.problem import Problem
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton runs compiled here: see test_gpu_stock.py")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="Triton runs compiled here: see test_gpu_stock.py"
+)
 
 GPU = Gpu("sm_90a", 132)
 SPEC = stock.Spec(value_tile=64, num_warps=4)  # the interpreter pays per program
@@ -36,14 +38,22 @@ def check(problem: Problem, operands: StepOperands, spec: stock.Spec = SPEC) -> 
     ("problem", "options"),
     [
         (Problem("decode", 4, 3), {"inputs": "generic", "conv_bias": False}),
-        (Problem("decode", 3, 1, state_dtype="bf16", conv_layout="window-major"), {"lower_bound": None}),
+        (
+            Problem("decode", 3, 1, state_dtype="bf16", conv_layout="window-major"),
+            {"lower_bound": None},
+        ),
         (Problem("spec", 5, 3, 3), {"inputs": "generic"}),
         (Problem("spec", 3, 2, 2, state_dtype="bf16", conv_layout="window-major"), {}),
-        (Problem("record", 5, 3, 3, conv_layout="window-major"), {"inputs": "generic", "lower_bound": None}),
+        (
+            Problem("record", 5, 3, 3, conv_layout="window-major"),
+            {"inputs": "generic", "lower_bound": None},
+        ),
         (Problem("record", 3, 1, 8, state_dtype="bf16"), {}),
         (Problem("record", 3, 2, 2), {"conv_bias": False}),
     ],
-    ids=lambda x: f"{x.kind}{x.tokens}-{x.state_dtype}-{x.conv_layout}" if isinstance(x, Problem) else "",
+    ids=lambda x: (
+        f"{x.kind}{x.tokens}-{x.state_dtype}-{x.conv_layout}" if isinstance(x, Problem) else ""
+    ),
 )
 def test_steps(problem: Problem, options: dict[str, object]) -> None:
     operands = make_step(problem, seed=1, device="cpu", pad=16, null_requests=(1,), **options)  # type: ignore[arg-type]
@@ -71,7 +81,9 @@ def test_more_accepted_than_tokens_counts_as_all_of_them() -> None:
     operands = make_step(problem, seed=3, device="cpu", inputs="generic")
     operands.accepted.copy_(torch.tensor([4, 5, 1 << 30]))
     all_accepted = replace(operands, accepted=torch.full((3,), 4, dtype=torch.int32))
-    assert torch.equal(reference.step(problem, operands).state, reference.step(problem, all_accepted).state)
+    assert torch.equal(
+        reference.step(problem, operands).state, reference.step(problem, all_accepted).state
+    )
     check(problem, operands)
 
 
@@ -103,10 +115,14 @@ def test_ragged_windows(kind: str) -> None:
     operands = make_step(problem, seed=6, device="cpu", pad=16, null_requests=(2,))
     lengths = [3, 0, 2, 1, 2]
     starts = [0, 3, 3, 5, 6]
-    packed = replace(operands, projected=operands.projected[:10], out=torch.full((10, 256), 3.0).bfloat16())
+    packed = replace(
+        operands, projected=operands.projected[:10], out=torch.full((10, 256), 3.0).bfloat16()
+    )
     out, state, window, corrections, key_gates = naive(kind, packed, starts, lengths)
     scratch = stock.Scratch.allocate(10, 256, torch.device("cpu"))
-    stock.step(packed, scratch, 3, SPEC, query_start_loc=torch.tensor([*starts, 8], dtype=torch.int32))
+    stock.step(
+        packed, scratch, 3, SPEC, query_start_loc=torch.tensor([*starts, 8], dtype=torch.int32)
+    )
     # Rows 8 and 9 belong to no request.
     assert (packed.out[8:] == 3).all()
     torch.testing.assert_close(packed.out[:8].double(), out[:8], rtol=2e-2, atol=2e-2)
@@ -158,7 +174,9 @@ def test_roll_window(layout: str) -> None:
     windows = []
     for layer in range(2):
         window = torch.randn(9, 300, 6, generator=torch.Generator().manual_seed(layer)).bfloat16()
-        windows.append(window if layout == "dim-first" else window.transpose(1, 2).contiguous().transpose(1, 2))
+        windows.append(
+            window if layout == "dim-first" else window.transpose(1, 2).contiguous().transpose(1, 2)
+        )
     source = torch.tensor([1, 2, 0, 3, 4, 5], dtype=torch.int32)
     destination = torch.tensor([1, 6, 7, -1, 4, 5], dtype=torch.int32)
     length = torch.tensor([3, 2, 2, 2, 0, 1], dtype=torch.int32)
@@ -176,17 +194,22 @@ def test_roll_window(layout: str) -> None:
 
 
 def test_eager_commit_equals_continuing_with_the_accepted_count() -> None:
-    """record, commit and roll, then a step from offset 0; against spec, which starts at the accepted entry."""
+    """record, commit and roll, then a step from offset 0; against spec, which starts at the
+    accepted entry."""
     problem = Problem("record", 2, 1, 3)
     operands = make_step(problem, seed=9, device="cpu")
     stock.launch(stock.compile(problem, SPEC, GPU), operands, None)
     slots = operands.slots[:, 0].contiguous()
     accepted = torch.tensor([2, 3], dtype=torch.int32)
     before = operands.conv_state.clone()
-    stock.roll_window([operands.conv_state], address_table((operands.conv_state,)), slots, accepted, slots)
+    stock.roll_window(
+        [operands.conv_state], address_table((operands.conv_state,)), slots, accepted, slots
+    )
     for b in range(2):
         n = int(accepted[b])
-        assert torch.equal(operands.conv_state[slots[b].long(), :, :3], before[slots[b].long(), :, n - 1 : n + 2])
+        assert torch.equal(
+            operands.conv_state[slots[b].long(), :, :3], before[slots[b].long(), :, n - 1 : n + 2]
+        )
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bool, torch.int32])
@@ -213,7 +236,8 @@ def test_flush_plan() -> None:
 
 
 def test_deferred_steps_equal_eager_ones() -> None:
-    """record, defer, flush plan, fold and roll: the same checkpoint and window as an eager commit."""
+    """record, defer, flush plan, fold and roll: the same checkpoint and window as an eager
+    commit."""
     problem = Problem("record", 3, 1, 3)
     operands = make_step(problem, seed=10, device="cpu", null_requests=(1,))
     stock.launch(stock.compile(problem, SPEC, GPU), operands, None)
@@ -233,7 +257,9 @@ def test_deferred_steps_equal_eager_ones() -> None:
         state_table=address_table((operands.state,)), corrections_table=address_table((operands.corrections,)),
         key_gates_table=address_table((operands.key_gates,)), A_log=operands.A_log[None],
         dt_bias=operands.dt_bias.view(1, 1, 128), record_rows=operands.record_rows)  # fmt: skip
-    stock.flush_plan(pending, operands.record_rows, slots, plan.source, plan.length, plan.destination, 3)
+    stock.flush_plan(
+        pending, operands.record_rows, slots, plan.source, plan.length, plan.destination, 3
+    )
     stock.fold(plan, SPEC)
     stock.roll_window([operands.conv_state], address_table((operands.conv_state,)), plan.source, plan.length,
                       plan.destination)  # fmt: skip
@@ -302,7 +328,17 @@ def test_bad_operands_are_named(name: str, spoil, message: str) -> None:  # type
     bad = replace(operands, **{name: spoil(getattr(operands, name))})
     with pytest.raises(ValueError, match=message) as error:
         stock.step(bad, stock.Scratch.allocate(6, 128, torch.device("cpu")), 2)
-    if name in ("conv_weight", "conv_state", "f_b", "A_log", "dt_bias", "state", "norm_weight", "key_gates", "pending"):
+    if name in (
+        "conv_weight",
+        "conv_state",
+        "f_b",
+        "A_log",
+        "dt_bias",
+        "state",
+        "norm_weight",
+        "key_gates",
+        "pending",
+    ):
         assert str(error.value).startswith(name)
 
 
@@ -361,7 +397,10 @@ def test_unsupported(problem: Problem, spec: stock.Spec, reason: str) -> None:
 
 @pytest.mark.parametrize("kind", ["decode", "spec", "record", "commit", "flush"])
 def test_supported(kind: str) -> None:
-    assert stock.unsupported(Problem(kind, 3, 2, 1 if kind == "decode" else 8), stock.Spec(), GPU) is None  # type: ignore[arg-type]
+    assert (
+        stock.unsupported(Problem(kind, 3, 2, 1 if kind == "decode" else 8), stock.Spec(), GPU)
+        is None
+    )  # type: ignore[arg-type]
 
 
 CROSS_COMPILE = """
@@ -416,7 +455,9 @@ def test_every_kernel_compiles_without_a_gpu(arch: int) -> None:
     """Through the real calls, so that each kernel's specializations are those of its launches."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     root = Path(__file__).parents[2]
-    environment["PYTHONPATH"] = os.pathsep.join([str(root), str(root / "kernels"), environment.get("PYTHONPATH", "")])
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(root), str(root / "kernels"), environment.get("PYTHONPATH", "")]
+    )
     run = subprocess.run([sys.executable, "-c", CROSS_COMPILE, str(arch)], env=environment, capture_output=True,
                          text=True, timeout=300)  # fmt: skip
     assert run.returncode == 0, run.stderr

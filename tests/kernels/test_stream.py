@@ -1,5 +1,5 @@
-"""KdaStream without a GPU: its rules, the walk over items, its source run thread by thread, what the compiler made of
-it."""
+"""KdaStream without a GPU: its rules, the walk over items, its source run thread by thread, what
+the compiler made of it."""
 
 from __future__ import annotations
 
@@ -23,15 +23,32 @@ from kda_kernels.variants import stream
 from support import simt, simt_cluster
 from support.compiled import Recorder, items_of, sass_of
 
-GPUS = {"sm_90a": Gpu("sm_90a", 132), "sm_100a": Gpu("sm_100a", 148), "sm_103a": Gpu("sm_103a", 148)}
+GPUS = {
+    "sm_90a": Gpu("sm_90a", 132),
+    "sm_100a": Gpu("sm_100a", 148),
+    "sm_103a": Gpu("sm_103a", 148),
+}
 H200 = GPUS["sm_90a"]
-TARGET_SIZES = [(12, 1), (96, 1), (12, 8), (12, 32), (12, 128), (12, 256), (96, 16), (96, 256), (1, 7), (3, 50)]
+TARGET_SIZES = [
+    (12, 1),
+    (96, 1),
+    (12, 8),
+    (12, 32),
+    (12, 128),
+    (12, 256),
+    (96, 16),
+    (96, 256),
+    (1, 7),
+    (3, 50),
+]
 
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
-def problem(kind: str = "record", tokens: int = 8, state_dtype: str = "fp32", **more: Any) -> Problem:
+def problem(
+    kind: str = "record", tokens: int = 8, state_dtype: str = "fp32", **more: Any
+) -> Problem:
     sizes = {"requests": 4, "heads": 6, **more}
     return Problem(kind, tokens=1 if kind == "decode" else tokens, state_dtype=state_dtype, **sizes)  # type: ignore[arg-type]
 
@@ -74,14 +91,19 @@ def test_two_ctas_fit_an_sm(dtype: str, layout: str, window: int | None) -> None
 
 
 # KdaStream's and KdaFusedWS's.
-DIVISIONS = pytest.mark.parametrize("division", [walk.BY_HEAD, walk.HALVED], ids=["by_head", "halved"])
+DIVISIONS = pytest.mark.parametrize(
+    "division", [walk.BY_HEAD, walk.HALVED], ids=["by_head", "halved"]
+)
 
 
 @DIVISIONS
 @pytest.mark.parametrize(("heads", "requests"), TARGET_SIZES)
 @pytest.mark.parametrize("sms", [1, 2, 5, 132, 148])
-def test_ctas_cover_all_items_once(heads: int, requests: int, sms: int, division: walk.Division) -> None:
-    """Where each SM takes one CTA before any takes its second, no SM has more than its part of the items."""
+def test_ctas_cover_all_items_once(
+    heads: int, requests: int, sms: int, division: walk.Division
+) -> None:
+    """Where each SM takes one CTA before any takes its second, no SM has more than its part of the
+    items."""
     runs = division.runs(heads, requests, sms)
     assert runs.ctas <= 2 * sms
     found = [items_of(division, cta, runs, heads, requests) for cta in range(runs.ctas)]
@@ -95,9 +117,15 @@ def test_ctas_cover_all_items_once(heads: int, requests: int, sms: int, division
 @DIVISIONS
 @pytest.mark.parametrize(("heads", "requests"), TARGET_SIZES)
 @pytest.mark.parametrize("most", [1, 3, 1000])
-def test_ctas_of_few_items_cover_all_items_once(heads: int, requests: int, most: int, division: walk.Division) -> None:
+def test_ctas_of_few_items_cover_all_items_once(
+    heads: int, requests: int, most: int, division: walk.Division
+) -> None:
     runs = division.runs(heads, requests, H200.sms, most)
-    assert runs.ctas <= 2 * H200.sms or runs.per == 2 * most or (runs.of_a_head and 0 < runs.size <= most)
+    assert (
+        runs.ctas <= 2 * H200.sms
+        or runs.per == 2 * most
+        or (runs.of_a_head and 0 < runs.size <= most)
+    )
     found = [items_of(division, cta, runs, heads, requests) for cta in range(runs.ctas)]
     assert all(1 <= len(part) <= most for part in found)
     assert sorted(itertools.chain(*found)) == list(itertools.product(range(heads), range(requests)))
@@ -105,8 +133,11 @@ def test_ctas_of_few_items_cover_all_items_once(heads: int, requests: int, most:
 
 @DIVISIONS
 @pytest.mark.parametrize(("heads", "requests"), [(12, 128), (12, 256), (96, 256), (96, 16)])
-def test_ctas_keep_heads_and_neighbours_share_requests(heads: int, requests: int, division: walk.Division) -> None:
-    """Of a CTA's steps few go to another head; of neighbouring CTAs most are at the same request, one head apart."""
+def test_ctas_keep_heads_and_neighbours_share_requests(
+    heads: int, requests: int, division: walk.Division
+) -> None:
+    """Of a CTA's steps few go to another head; of neighbouring CTAs most are at the same request,
+    one head apart."""
     runs = division.runs(heads, requests, H200.sms)
     found = [items_of(division, cta, runs, heads, requests) for cta in range(runs.ctas)]
     steps = [a[0] != b[0] for items in found for a, b in itertools.pairwise(items)]
@@ -117,7 +148,8 @@ def test_ctas_keep_heads_and_neighbours_share_requests(heads: int, requests: int
 
 
 @pytest.mark.parametrize(
-    ("heads", "requests"), [(12, 41), (12, 64), (12, 128), (6, 99), (4, 150), (32, 18), (24, 32), (24, 64)]
+    ("heads", "requests"),
+    [(12, 41), (12, 64), (12, 128), (6, 99), (4, 150), (32, 18), (24, 32), (24, 64)],
 )
 def test_no_cta_changes_heads_where_there_are_sms_enough(heads: int, requests: int) -> None:
     runs = walk.BY_HEAD.runs(heads, requests, H200.sms)
@@ -158,8 +190,8 @@ def emulated() -> ModuleType:
     return simt_cluster.load("stream")["stream"]
 
 
-# Two CTAs share the items. With three heads each changes heads on its way, and of six items each has three, so that
-# either stage is used again.
+# Two CTAs share the items. With three heads each changes heads on its way, and of six items each
+# has three, so that either stage is used again.
 NULL = {"null_requests": (1,)}
 CASES: dict[str, tuple[Problem, dict[str, Any], dict[str, Any]]] = {
     "decode": (problem("decode", requests=2, heads=3), {}, NULL),
@@ -186,7 +218,9 @@ CASES: dict[str, tuple[Problem, dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def emulate(m: ModuleType, of: Problem, choices: dict[str, Any], draw: dict[str, Any], seed: int) -> str | None:
+def emulate(
+    m: ModuleType, of: Problem, choices: dict[str, Any], draw: dict[str, Any], seed: int
+) -> str | None:
     """Against the reference. Drawn beside what `make_step` knows: requests without a record."""
     draw = dict(draw)
     unrecorded = draw.pop("unrecorded", ())
@@ -212,14 +246,17 @@ def test_nothing_is_replaced_before_it_is_read(
     assert emulate(emulated, *CASES[case], seed=2) is None
 
 
-def test_emulation_notices_a_missing_barrier(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_emulation_notices_a_missing_barrier(
+    emulated: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(emulated.arch, "sync_threads", lambda: None)
     assert emulate(emulated, problem("decode", requests=1, heads=1), {}, {}, seed=1) is not None
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_cells_of_rows_cover_a_page_once(emulated: ModuleType, dtype: str) -> None:
-    """Every 16 bytes of a page come to one cell, as far from a 128-byte line as it; a half-warp asks for whole rows."""
+    """Every 16 bytes of a page come to one cell, as far from a 128-byte line as it; a half-warp
+    asks for whole rows."""
     P, rows = emulated.plan(problem("decode", 1, dtype), emulated.Spec()), emulated.state_rows
     item_bytes = 4 if dtype == "fp32" else 2
     cells, units = set(), set()
@@ -244,7 +281,11 @@ def test_cells_of_rows_cover_a_page_once(emulated: ModuleType, dtype: str) -> No
 # What the compiler made of it.
 
 GRID = [
-    *(("decode", 1, dtype, layout, "sm_90a") for dtype in ("fp32", "bf16") for layout in ("dim-first", "window-major")),
+    *(
+        ("decode", 1, dtype, layout, "sm_90a")
+        for dtype in ("fp32", "bf16")
+        for layout in ("dim-first", "window-major")
+    ),
     *(("record", q, "fp32", "dim-first", "sm_90a") for q in range(2, 9)),
     *(("record", q, "bf16", "window-major", "sm_90a") for q in (2, 4, 8)),
     *(("spec", q, "fp32", "dim-first", "sm_90a") for q in (2, 3, 8)),
@@ -258,8 +299,12 @@ GRID = [
 
 
 @pytest.mark.parametrize(("kind", "tokens", "dtype", "layout", "arch"), GRID)
-def test_two_ctas_per_sm_and_no_spills(kind: str, tokens: int, dtype: str, layout: str, arch: str) -> None:
-    check_resources(stream.compile(problem(kind, tokens, dtype, conv_layout=layout), stream.Spec(), GPUS[arch]))
+def test_two_ctas_per_sm_and_no_spills(
+    kind: str, tokens: int, dtype: str, layout: str, arch: str
+) -> None:
+    check_resources(
+        stream.compile(problem(kind, tokens, dtype, conv_layout=layout), stream.Spec(), GPUS[arch])
+    )
 
 
 @pytest.mark.parametrize(
@@ -289,13 +334,16 @@ def check_resources(compiled: stream.Compiled) -> None:
 
 def test_launch_options_and_sizes_share_a_binary() -> None:
     first = stream.compile(problem(tokens=4), stream.Spec(), H200)
-    second = stream.compile(problem(tokens=4, requests=300, heads=96), stream.Spec(pdl=True), Gpu("sm_90a", 114))
+    second = stream.compile(
+        problem(tokens=4, requests=300, heads=96), stream.Spec(pdl=True), Gpu("sm_90a", 114)
+    )
     assert second.binary == first.binary  # the time it took to compile is part of it
     assert ((first.sms, first.pdl), (second.sms, second.pdl)) == ((132, False), (114, True))
 
 
 def test_gate_weights_stay_and_states_stream(tmp_path: Path) -> None:
-    """Gate weights are loaded at the start and behind a change of heads, not per item; states by cp.async alone."""
+    """Gate weights are loaded at the start and behind a change of heads, not per item; states by
+    cp.async alone."""
     text = sass_of(stream.compile(problem("decode"), stream.Spec(), H200).binary.image, tmp_path)
     assert not re.findall(r"\b(?:STL|LDL)\b", text)
     assert len(re.findall(r"\bLDG\.E\.128\b", text)) == 2 * 8
@@ -329,11 +377,16 @@ def test_launch_passes_addresses_and_sizes(monkeypatch: pytest.MonkeyPatch) -> N
         (lambda o: {"lower_bound": -8.0}, "too low for 8 tokens"),
         (lambda o: {"state": o.state.bfloat16()}, "state"),
         (lambda o: {"corrections": o.corrections[:, :, :4]}, "corrections"),
-        (lambda o: {"conv_state": o.conv_state.transpose(1, 2).contiguous().transpose(1, 2)}, "conv_state"),
+        (
+            lambda o: {"conv_state": o.conv_state.transpose(1, 2).contiguous().transpose(1, 2)},
+            "conv_state",
+        ),
         (lambda o: {"projected": o.projected[:, 1:]}, "projected"),
     ],
 )
-def test_launch_refuses_operands_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, change: Any, reason: str) -> None:
+def test_launch_refuses_operands_that_do_not_fit(
+    monkeypatch: pytest.MonkeyPatch, change: Any, reason: str
+) -> None:
     monkeypatch.setattr(cubin, "launcher", lambda _: Recorder())
     of = problem()
     compiled = stream.Compiled(None, stream.plan(of, stream.Spec()), pdl=False, sms=132)  # type: ignore[arg-type]

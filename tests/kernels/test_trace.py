@@ -1,4 +1,5 @@
-"""The serving trace on the CPU: what it contains, that stock and the reference's replay pass, that faults are found."""
+"""The serving trace on the CPU: what it contains, that stock and the reference's replay pass, that
+faults are found."""
 
 from __future__ import annotations
 
@@ -10,12 +11,22 @@ import pytest
 import torch
 
 from kda_kernels.check import compare
-from kda_kernels.check.trace import Engine, Outcome, ReferenceKernels, Shape, Trace, VariantKernels, run
+from kda_kernels.check.trace import (
+    Engine,
+    Outcome,
+    ReferenceKernels,
+    Shape,
+    Trace,
+    VariantKernels,
+    run,
+)
 from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import CommitOperands, StepOperands
 from kda_kernels.problem import Problem
 
-cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton runs compiled here: see test_gpu_trace.py")
+cpu_only = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="Triton runs compiled here: see test_gpu_trace.py"
+)
 GPU = Gpu("sm_90a", 132)
 STOCK = {"record": ("stock", {"value_tile": 64})}
 
@@ -79,7 +90,8 @@ def test_replay_and_flush_in_turn(tokens: int) -> None:
 
 
 class Faulty(ReferenceKernels):
-    """Replays one token too few, forgets the oldest record's update of the window, or commits to one head only."""
+    """Replays one token too few, forgets the oldest record's update of the window, or commits to
+    one head only."""
 
     def __init__(self, fault: str) -> None:
         super().__init__()
@@ -101,7 +113,8 @@ class Faulty(ReferenceKernels):
 
 @cpu_only
 @pytest.mark.parametrize(
-    ("fault", "names"), [("pending", ("out", "state")), ("window", ("conv_state",)), ("commit", ("state", "out"))]
+    ("fault", "names"),
+    [("pending", ("out", "state")), ("window", ("conv_state",)), ("commit", ("state", "out"))],
 )
 def test_faults_are_found(fault: str, names: tuple[str, ...]) -> None:
     served = trace()
@@ -114,8 +127,15 @@ def test_faults_are_found(fault: str, names: tuple[str, ...]) -> None:
 def test_growth_compares_halves_of_each_kind() -> None:
     from kda_kernels.check.trace import Row
 
-    errors = {"record": [9.0, 1.0, 1.0, 1.0, 1.0, 1.0, 9.0, 1.0], "replay": [9.0, 2.0, 2.0, 2.0, 6.0, 6.0, 2.0, 6.0]}
-    steps = [(kind, x) for pair in zip(*errors.values(), strict=True) for kind, x in zip(errors, pair, strict=True)]
+    errors = {
+        "record": [9.0, 1.0, 1.0, 1.0, 1.0, 1.0, 9.0, 1.0],
+        "replay": [9.0, 2.0, 2.0, 2.0, 6.0, 6.0, 2.0, 6.0],
+    }
+    steps = [
+        (kind, x)
+        for pair in zip(*errors.values(), strict=True)
+        for kind, x in zip(errors, pair, strict=True)
+    ]
     outcome = Outcome([Row("e", i, kind, x, 0.0, 1.0, None) for i, (kind, x) in enumerate(steps)])
     assert outcome.growth("e", "out") == pytest.approx((6 - 2) / compare.OUT_NORM)
     assert outcome.growth("e", "corrections") == outcome.growth("e", "state") == 0

@@ -1,4 +1,5 @@
-"""KdaWide without a GPU: its rules and arithmetic, its source run thread by thread, what the compiler made of it."""
+"""KdaWide without a GPU: its rules and arithmetic, its source run thread by thread, what the
+compiler made of it."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def emulated() -> ModuleType:
     return simt_cluster.load("wide")["wide"]
 
 
-def problem(kind: str = "record", tokens: int = 8, state_dtype: str = "fp32", **more: Any) -> Problem:
+def problem(
+    kind: str = "record", tokens: int = 8, state_dtype: str = "fp32", **more: Any
+) -> Problem:
     return Problem(kind, 4, 6, tokens, state_dtype=state_dtype, **more)  # type: ignore[arg-type]
 
 
@@ -105,7 +108,9 @@ def assert_resources(compiled: wide.Compiled, ctas: int) -> None:
 def test_record_residency_and_no_spills(arch: str, tokens: int, dtype: str, ctas: int) -> None:
     if (tokens, dtype) == (8, "bf16"):
         ctas = 2  # three leave too few registers for two terms
-    assert_resources(wide.compile(problem(tokens=tokens, state_dtype=dtype), CHUNKED, Gpu(arch, 132)), ctas)
+    assert_resources(
+        wide.compile(problem(tokens=tokens, state_dtype=dtype), CHUNKED, Gpu(arch, 132)), ctas
+    )
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
@@ -115,10 +120,14 @@ def test_three_records_per_sm(arch: str, tokens: int, gate_mode: int) -> None:
     assert_resources(wide.compile(problem(tokens=tokens), spec, Gpu(arch, 132)), 3)
 
 
-@pytest.mark.parametrize(("arch", "tokens"), [("sm_90a", 5), ("sm_90a", 7), ("sm_100a", 3), ("sm_100a", 7)])
+@pytest.mark.parametrize(
+    ("arch", "tokens"), [("sm_90a", 5), ("sm_90a", 7), ("sm_100a", 3), ("sm_100a", 7)]
+)
 def test_three_records_of_bf16_states_per_sm(arch: str, tokens: int) -> None:
     spec = replace(CHUNKED, gate_mode=1, terms=1)
-    assert_resources(wide.compile(problem(tokens=tokens, state_dtype="bf16"), spec, Gpu(arch, 132)), 3)
+    assert_resources(
+        wide.compile(problem(tokens=tokens, state_dtype="bf16"), spec, Gpu(arch, 132)), 3
+    )
 
 
 @pytest.mark.parametrize(
@@ -142,10 +151,14 @@ def test_record_choices(spec: wide.Spec, dtype: str, ctas: int) -> None:
 @pytest.mark.parametrize("layout", ["dim-first", "window-major"])
 def test_decode_residency_and_no_spills(arch: str, dtype: str, ctas: int, layout: str) -> None:
     spec = wide.Spec(gate_mode=1, stream_hints=layout == "dim-first")
-    assert_resources(wide.compile(problem("decode", 1, dtype, conv_layout=layout), spec, Gpu(arch, 132)), ctas)
+    assert_resources(
+        wide.compile(problem("decode", 1, dtype, conv_layout=layout), spec, Gpu(arch, 132)), ctas
+    )
 
 
-@pytest.mark.parametrize(("arch", "tokens"), [("sm_90a", 2), ("sm_90a", 5), ("sm_90a", 8), ("sm_103a", 8)])
+@pytest.mark.parametrize(
+    ("arch", "tokens"), [("sm_90a", 2), ("sm_90a", 5), ("sm_90a", 8), ("sm_103a", 8)]
+)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_spec_residency_and_no_spills(arch: str, tokens: int, dtype: str) -> None:
     assert_resources(wide.compile(problem("spec", tokens, dtype), wide.Spec(), Gpu(arch, 132)), 2)
@@ -153,7 +166,9 @@ def test_spec_residency_and_no_spills(arch: str, tokens: int, dtype: str) -> Non
 
 def test_sizes_and_launch_options_share_one_binary() -> None:
     first = wide.compile(problem(), CHUNKED, H200)
-    second = wide.compile(Problem("record", 1, 96, 8), replace(CHUNKED, pdl=True, stream_hints=True), H200)
+    second = wide.compile(
+        Problem("record", 1, 96, 8), replace(CHUNKED, pdl=True, stream_hints=True), H200
+    )
     assert first.binary == second.binary  # the time it took to compile is part of it
     assert (first.pdl, second.pdl) == (False, True)
 
@@ -169,18 +184,26 @@ def test_a_line_is_multiplied_before_the_next_is_awaited(tmp_path: Path, ctas: i
     first_gate = sass.index("HMMA.16816.F32.BF16")
     weights = max(m.start() for m in re.finditer(r"\bLDG\.E\.(?:64|128)\b", sass))
     copies = [m.start() for m in re.finditer(r"\bLDGSTS\.E\.BYPASS(?:\.LTC128B)?\.128\b", sass)]
-    assert len([at for at in copies if weights < at < first_gate]) == 4 * wide.plan(problem(), spec).staged
+    assert (
+        len([at for at in copies if weights < at < first_gate])
+        == 4 * wide.plan(problem(), spec).staged
+    )
     # Products: gate 8, A and B 6; a loop of 12, one turn per line; T and C 4.
     waited = sass.rindex("DEPBAR.LE SB0, 0x", 0, sass.rindex("HMMA"))
     turn = re.search(r"@!?P\d BRA", sass[waited:])
     assert turn is not None
     end = waited + turn.start()
-    assert [part.count("HMMA.16816") for part in (sass[:waited], sass[waited:end], sass[end:])] == [8 + 6, 12, 4]
+    assert [part.count("HMMA.16816") for part in (sass[:waited], sass[waited:end], sass[end:])] == [
+        8 + 6,
+        12,
+        4,
+    ]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_lines_cover_a_state_once(emulated: ModuleType, dtype: str) -> None:
-    """Every 16 bytes of a page come to one place, and a thread reads its two rows' cells back, in the MMA's order."""
+    """Every 16 bytes of a page come to one place, and a thread reads its two rows' cells back, in
+    the MMA's order."""
     m = emulated
     item_bytes = 4 if dtype == "fp32" else 2
     width = 16 // item_bytes
@@ -221,14 +244,18 @@ def test_lines_cover_a_state_once(emulated: ModuleType, dtype: str) -> None:
                 row, column = source_of[address]
                 assert row == 16 * (thread // 32) + 2 * g + side
                 assert column == 4 * width * cell + width * t
-                # The halves of a bf16 cell, or a whole fp32 cell, meet the vectors' columns in their step.
+                # The halves of a bf16 cell, or a whole fp32 cell, meet the vectors' columns in
+                # their step.
                 for half in range(width // 4):
                     assert P.quad_place(column // 4 + half) == (width // 4 * cell + half, t)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_lines_are_written_and_read_without_bank_conflicts(emulated: ModuleType, dtype: str) -> None:
-    """Eight lanes copy 128 neighbouring bytes to the same 128, and a quarter of a warp reads from all banks."""
+def test_lines_are_written_and_read_without_bank_conflicts(
+    emulated: ModuleType, dtype: str
+) -> None:
+    """Eight lanes copy 128 neighbouring bytes to the same 128, and a quarter of a warp reads from
+    all banks."""
     m = emulated
     P = m.plan(problem(state_dtype=dtype), m.Spec("chunked"))
     lanes = [
@@ -248,7 +275,8 @@ def test_lines_are_written_and_read_without_bank_conflicts(emulated: ModuleType,
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_cells_of_rows_cover_a_state_once(emulated: ModuleType, dtype: str) -> None:
-    """Kinds decode and spec: every 16 bytes of a page come to one cell of the thread that advances them."""
+    """Kinds decode and spec: every 16 bytes of a page come to one cell of the thread that advances
+    them."""
     m = emulated
     item_bytes = 4 if dtype == "fp32" else 2
     P = m.plan(problem("decode", 1, dtype), m.Spec())
@@ -258,7 +286,13 @@ def test_cells_of_rows_cover_a_state_once(emulated: ModuleType, dtype: str) -> N
         warp, lane = simt.Int32(thread // 32), simt.Int32(thread % 32)
         item = simt.Int64(0) + rows.first_cell(simt.Int32(0), warp, lane, P)
         for shared, address, nbytes in simt.asked_copies(
-            thread, rows.ask_piece, simt.Int32(16 * thread), item, piece * m.PIECE_ROWS, simt.Int64(0), P
+            thread,
+            rows.ask_piece,
+            simt.Int32(16 * thread),
+            item,
+            piece * m.PIECE_ROWS,
+            simt.Int64(0),
+            P,
         ):
             assert nbytes == 16
             assert shared // 16 % 256 == thread
@@ -275,7 +309,8 @@ def split_terms(x: torch.Tensor, rounded: bool) -> tuple[torch.Tensor, torch.Ten
 
 
 def test_precision_of_split_products() -> None:
-    """State truncated, vectors rounded, two terms each, three products; and what fewer would give."""
+    """State truncated, vectors rounded, two terms each, three products; and what fewer would
+    give."""
     g = torch.Generator().manual_seed(1)
     S = torch.randn(64, 128, 128, generator=g) * 0.3
     x = torch.randn(64, 128, 16, generator=g) / 128**0.5
@@ -290,12 +325,15 @@ def test_precision_of_split_products() -> None:
     assert error(s_high @ x_high) > 1e-3  # one term each fails
     bf16 = S.bfloat16().double()
     of_bf16 = bf16 @ x.double()
-    assert float((bf16 @ x_high - of_bf16).norm() / of_bf16.norm()) < 4e-3 < 5e-3  # one term passes for a BF16 state
+    assert (
+        float((bf16 @ x_high - of_bf16).norm() / of_bf16.norm()) < 4e-3 < 5e-3
+    )  # one term passes for a BF16 state
 
 
 @pytest.mark.parametrize("tokens", [2, 5, 8])
 def test_triangles_replace_the_substitution(tokens: int) -> None:
-    """u = T r and o = y + C r, and k / Gamma stays in range, for the strongest decay that a launch takes."""
+    """u = T r and o = y + C r, and k / Gamma stays in range, for the strongest decay that a launch
+    takes."""
     g = torch.Generator().manual_seed(tokens)
     S = torch.randn(3, 128, 128, generator=g, dtype=torch.float64) * 0.3
     k, q, v = torch.randn(3, 3, tokens, 128, generator=g, dtype=torch.float64)
@@ -308,11 +346,15 @@ def test_triangles_replace_the_substitution(tokens: int) -> None:
     assert (k / gamma).abs().max() < torch.finfo(torch.bfloat16).max / 128
     pairs = (gamma * k) @ (k / gamma).transpose(-1, -2)
     A, B = pairs.tril(-1), ((gamma * q) @ (k / gamma).transpose(-1, -2)).tril()
-    T = torch.linalg.solve(torch.eye(tokens, dtype=torch.float64) + beta[..., None] * A, torch.diag_embed(beta))
+    T = torch.linalg.solve(
+        torch.eye(tokens, dtype=torch.float64) + beta[..., None] * A, torch.diag_embed(beta)
+    )
     r = v - (gamma * k) @ S.transpose(-1, -2)
     outputs, corrections = reference.recurrence(S.clone(), k, q, v, decay, beta)
     torch.testing.assert_close(T @ r, corrections, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close((gamma * q) @ S.transpose(-1, -2) + B @ T @ r, outputs, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        (gamma * q) @ S.transpose(-1, -2) + B @ T @ r, outputs, rtol=1e-9, atol=1e-9
+    )
 
 
 CASES: dict[str, tuple[Problem, wide.Spec, dict[str, Any]]] = {
@@ -349,8 +391,11 @@ CASES: dict[str, tuple[Problem, wide.Spec, dict[str, Any]]] = {
 }
 
 
-def emulate(m: ModuleType, of: Problem, spec: wide.Spec, draw: dict[str, Any], seed: int) -> str | None:
-    """A live item and a null one, and with generic records a live one without a record, against the reference."""
+def emulate(
+    m: ModuleType, of: Problem, spec: wide.Spec, draw: dict[str, Any], seed: int
+) -> str | None:
+    """A live item and a null one, and with generic records a live one without a record, against the
+    reference."""
     of = replace(of, requests=3 if draw.get("inputs") == "generic" else 2, heads=1)
     draw = dict(draw)
     longer = draw.pop("longer", 0)
@@ -373,7 +418,9 @@ def test_emulation_agrees_with_the_reference(emulated: ModuleType, case: str) ->
     assert emulate(emulated, of, spec, draw, seed=len(case)) is None
 
 
-def test_emulation_notices_a_missing_barrier(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_emulation_notices_a_missing_barrier(
+    emulated: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(emulated.arch, "sync_threads", lambda: None)
     assert emulate(emulated, *CASES["decode"], seed=1) is not None
 
@@ -390,7 +437,12 @@ def test_launch_passes_addresses_and_sizes(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(recorder.values) == len(compiled.binary.parameters)
     passed = arguments.Arguments(*recorder.values)
     assert passed.projected == operands.projected.data_ptr()
-    assert (passed.heads, passed.requests, passed.lower_bound, passed.scale) == (6, 4, -5.0, HEAD_DIM**-0.5)
+    assert (passed.heads, passed.requests, passed.lower_bound, passed.scale) == (
+        6,
+        4,
+        -5.0,
+        HEAD_DIM**-0.5,
+    )
 
 
 def test_launch_refuses_operands_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,4 +460,6 @@ def test_launch_refuses_operands_that_do_not_fit(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ValueError, match="corrections"):
         wide.launch(compiled, replace(operands, corrections=operands.corrections[:, :, :4]), 0)  # type: ignore[index]
     with pytest.raises(ValueError, match="conv_state"):
-        wide.launch(compiled, make_step(problem(conv_layout="window-major"), seed=1, device="cpu"), 0)
+        wide.launch(
+            compiled, make_step(problem(conv_layout="window-major"), seed=1, device="cpu"), 0
+        )

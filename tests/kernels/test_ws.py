@@ -1,5 +1,5 @@
-"""KdaWS without a GPU: its rules, the walk over items, the handing on between its groups of warps, its index maps, its
-source run thread by thread, and what the compiler made of it."""
+"""KdaWS without a GPU: its rules, the walk over items, the handing on between its groups of warps,
+its index maps, its source run thread by thread, and what the compiler made of it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from kda_kernels.variants import ws, ws_plan, ws_prologue
 from support import simt, simt_cluster
 from support.compiled import Recorder, item_at, items_of, next_item, odd, plain, sass_of
 
-GPUS = {arch: Gpu(arch, 132 if arch == "sm_90a" else 148) for arch in ("sm_90a", "sm_100a", "sm_103a")}
+GPUS = {
+    arch: Gpu(arch, 132 if arch == "sm_90a" else 148) for arch in ("sm_90a", "sm_100a", "sm_103a")
+}
 H200 = GPUS["sm_90a"]
 
 
@@ -140,12 +142,19 @@ def test_ctas_cover_all_items_once(heads: int, requests: int, sms: int) -> None:
 
 @pytest.mark.parametrize(
     ("heads", "requests", "changes", "neighbours"),
-    [(12, 128, 0.1, 0.8), (12, 256, 0.1, 0.8), (96, 256, 0.01, 0.6), (96, 16, 0.1, 0.6), (12, 32, 0.2, 0.8)],
+    [
+        (12, 128, 0.1, 0.8),
+        (12, 256, 0.1, 0.8),
+        (96, 256, 0.01, 0.6),
+        (96, 16, 0.1, 0.6),
+        (12, 32, 0.2, 0.8),
+    ],
 )
 def test_ctas_keep_heads_and_neighbours_share_requests(
     heads: int, requests: int, changes: float, neighbours: float
 ) -> None:
-    """Of a CTA's steps few go to another head; of neighbouring CTAs most are at the same request, one head apart."""
+    """Of a CTA's steps few go to another head; of neighbouring CTAs most are at the same request,
+    one head apart."""
     runs = walk.PLAIN.runs(heads, requests, H200.sms, 2)
     found = [items_of(walk.PLAIN, cta, runs, heads, requests) for cta in range(runs.ctas)]
     steps = [a[0] != b[0] for items in found for a, b in itertools.pairwise(items)]
@@ -175,23 +184,44 @@ def test_schedule_refuses_nothing_to_do() -> None:
         walk.schedule(0, 132)
 
 
-# The pipeline, as the kernel runs it: what each group waits for, reads, writes and announces per item.
+# The pipeline, as the kernel runs it: what each group waits for, reads, writes and announces per
+# item.
 
 
 class Pipeline:
-    """mbarriers and buffers. A buffer's stage holds the item it was written for and must have been read by all."""
+    """mbarriers and buffers. A buffer's stage holds the item it was written for and must have been
+    read by all."""
 
     def __init__(self, p: ws_plan.Plan) -> None:
         prologue, product, epilogue = ws_plan.PROLOGUE, ws_plan.PRODUCT, p.finishers
-        counts = {"f_a_full": prologue, "vectors_full": prologue, "vectors_empty": product, "results_full": product}
+        counts = {
+            "f_a_full": prologue,
+            "vectors_full": prologue,
+            "vectors_empty": product,
+            "results_full": product,
+        }
         counts |= {"results_empty": epilogue, "values_empty": epilogue}
         self.counts = counts
         self.left: dict[tuple[str, int], int] = {}
         self.phase: dict[tuple[str, int], int] = defaultdict(int)
-        self.readers = {"f_a": prologue, "vectors": product, "results": epilogue, "values": epilogue}
-        self.writers = {"f_a": prologue, "vectors": prologue, "results": product, "values": prologue}
-        self.written: dict[tuple[str, int], Counter[int]] = defaultdict(Counter)  # item -> warps that wrote
-        self.read: dict[tuple[str, int], Counter[int]] = defaultdict(Counter)  # item -> warps that read
+        self.readers = {
+            "f_a": prologue,
+            "vectors": product,
+            "results": epilogue,
+            "values": epilogue,
+        }
+        self.writers = {
+            "f_a": prologue,
+            "vectors": prologue,
+            "results": product,
+            "values": prologue,
+        }
+        self.written: dict[tuple[str, int], Counter[int]] = defaultdict(
+            Counter
+        )  # item -> warps that wrote
+        self.read: dict[tuple[str, int], Counter[int]] = defaultdict(
+            Counter
+        )  # item -> warps that read
 
     def passes(self, name: str, stage: int, parity: int) -> bool:
         """Whether the phase of this parity is over, as `mbarrier.try_wait.parity` has it."""
@@ -208,7 +238,9 @@ class Pipeline:
         held = self.written[buffer, stage]
         for old in held:
             assert old <= item
-            assert old == item or self.read[buffer, stage][old] == self.readers[buffer], f"{buffer} {old} still read"
+            assert old == item or self.read[buffer, stage][old] == self.readers[buffer], (
+                f"{buffer} {old} still read"
+            )
         held[item] += 1
 
     def take(self, buffer: str, stage: int, item: int) -> None:
@@ -222,7 +254,8 @@ Step = Iterator[tuple[str, int, int] | None]
 
 
 def prologue_warp(x: Pipeline, p: ws_plan.Plan, count: int) -> Step:
-    """What a warp asks for of f_a counts as written at once; nobody may read it before all have arrived."""
+    """What a warp asks for of f_a counts as written at once; nobody may read it before all have
+    arrived."""
     for item in range(min(2, count)):
         x.write("f_a", item, item)
     stage, phase = 0, 1
@@ -285,7 +318,9 @@ def epilogue_warp(x: Pipeline, p: ws_plan.Plan, count: int) -> Step:
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 24])
 @pytest.mark.parametrize("result_stages", [1, 2])
 @pytest.mark.parametrize(("kind", "tokens"), [("record", 8), ("spec", 3), ("decode", 1)])
-def test_no_stage_is_overwritten_before_it_is_read(count: int, result_stages: int, kind: str, tokens: int) -> None:
+def test_no_stage_is_overwritten_before_it_is_read(
+    count: int, result_stages: int, kind: str, tokens: int
+) -> None:
     p = replace(ws.plan(problem(tokens, kind), ws.Spec(), H200), result_stages=result_stages)
     groups = (
         (prologue_warp, ws_plan.PROLOGUE), (product_warp, ws_plan.PRODUCT), (epilogue_warp, p.finishers)
@@ -314,7 +349,9 @@ def test_no_stage_is_overwritten_before_it_is_read(count: int, result_stages: in
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 @pytest.mark.parametrize("stages", [2, 3, 4, 6])
 @pytest.mark.parametrize("groups", [1, 4])
-def test_the_oldest_group_of_copies_is_the_one_that_is_needed(count: int, stages: int, groups: int) -> None:
+def test_the_oldest_group_of_copies_is_the_one_that_is_needed(
+    count: int, stages: int, groups: int
+) -> None:
     """cp.async.wait_group of the product: all but `stages * groups - 1` groups are complete."""
     asked = [(item, group) for item in range(stages) for group in range(groups)]
     for item in range(count):
@@ -365,7 +402,11 @@ def test_cells_of_a_decode_cover_a_page_once_and_meet_their_columns(dtype: Any) 
             values += range(at, at + p.vector)
         seen.update(values)
         # `columns_of`: fours at a distance of 64, or side by side
-        mine = [lane % 16 * p.vector + i * (64 if dtype == "fp32" else 4) + e for i in range(2) for e in range(4)]
+        mine = [
+            lane % 16 * p.vector + i * (64 if dtype == "fp32" else 4) + e
+            for i in range(2)
+            for e in range(4)
+        ]
         for j in range(8):
             assert values[8 * j : 8 * j + 8] == [(row + 2 * j) * HEAD_DIM + c for c in mine]
         # `row_sums` leaves row j's on lanes 2j and 2j + 1 of 16.
@@ -377,14 +418,19 @@ def test_cells_of_a_decode_cover_a_page_once_and_meet_their_columns(dtype: Any) 
 def test_warps_share_a_and_b(tokens: int) -> None:
     """Every warp of the product takes one tile of vectors and `tiles` steps along K."""
     p = ws.plan(problem(tokens), ws.Spec(), H200)
-    taken = {(w % p.tiles, w // p.tiles * p.tiles + i) for w in range(ws_plan.PRODUCT) for i in range(p.tiles)}
+    taken = {
+        (w % p.tiles, w // p.tiles * p.tiles + i)
+        for w in range(ws_plan.PRODUCT)
+        for i in range(p.tiles)
+    }
     assert taken == set(itertools.product(range(p.tiles), range(8)))
     assert {w // p.tiles for w in range(ws_plan.PRODUCT)} == set(range(p.partials))
     assert tokens <= p.columns // 2
 
 
 def banks(addresses: list[int], nbytes: int) -> int:
-    """Most accesses of a warp to one bank, where each lane takes `nbytes` and equal words count once."""
+    """Most accesses of a warp to one bank, where each lane takes `nbytes` and equal words count
+    once."""
     worst = 0
     together = 32 * 4 // nbytes  # lanes whose accesses go at once
     for i in range(0, 32, together):
@@ -399,7 +445,9 @@ place_of = plain(ws_plan.place_of)
 
 @pytest.mark.parametrize("tokens", [4, 8])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_lanes_of_the_prologue_cover_the_channels_and_meet_no_bank_twice(tokens: int, dtype: Any) -> None:
+def test_lanes_of_the_prologue_cover_the_channels_and_meet_no_bank_twice(
+    tokens: int, dtype: Any
+) -> None:
     p = ws.plan(problem(tokens, state_dtype=dtype), ws.Spec(), H200)
     sizes = SimpleNamespace(heads=1, projected=0, pitch=1)
     lane_of.__globals__["Int64"], saved = int, lane_of.__globals__["Int64"]
@@ -423,7 +471,9 @@ def test_lanes_of_the_prologue_cover_the_channels_and_meet_no_bank_twice(tokens:
             assert banks(places, 8) == 1
     assert sorted(place_of(lane) for lane in range(32)) == list(range(32))
     assert banks([place_of(lane) * 16 for lane in range(32)], 16) == 1
-    assert banks([(x.number // 4 * ws_plan.BOTTLENECK_PITCH + x.q * 4) * 2 for x in lanes[0]], 8) == 1
+    assert (
+        banks([(x.number // 4 * ws_plan.BOTTLENECK_PITCH + x.q * 4) * 2 for x in lanes[0]], 8) == 1
+    )
 
 
 @pytest.mark.parametrize("tokens", range(1, 9))
@@ -445,7 +495,9 @@ def test_coefficients_that_are_used_are_loaded(tokens: int) -> None:
     half = p.columns // 2
     for s in range(tokens):
         loaded = {
-            i for i in range(p.columns // 4) if s + 1 <= i * 4 % half + 3 or (i * 4 >= half and s <= i * 4 % half + 3)
+            i
+            for i in range(p.columns // 4)
+            if s + 1 <= i * 4 % half + 3 or (i * 4 >= half and s <= i * 4 % half + 3)
         }
         used = {t // 4 for t in range(s + 1, tokens)} | {(half + t) // 4 for t in range(s, tokens)}
         assert used <= loaded
@@ -459,11 +511,15 @@ def emulated() -> dict[str, ModuleType]:
     return simt_cluster.load("ws")
 
 
-def emulate(modules: dict[str, Any], of: Problem, choices: dict[str, Any], draw: dict[str, Any], sms: int) -> Any:
+def emulate(
+    modules: dict[str, Any], of: Problem, choices: dict[str, Any], draw: dict[str, Any], sms: int
+) -> Any:
     """A step of all items by few CTAs, against the reference."""
     o = make_step(of, seed=of.tokens, device="cpu", pad=16, **draw)
     if o.record_rows is not None:
-        o = replace(o, record_rows=torch.where(torch.arange(of.requests) == 1, -1, o.record_rows).int())
+        o = replace(
+            o, record_rows=torch.where(torch.arange(of.requests) == 1, -1, o.record_rows).int()
+        )
     return simt.compare_step(modules["ws"], of, ws.Spec(**choices), o, seed=sms, sms=sms)
 
 
@@ -479,7 +535,11 @@ CASES: dict[str, tuple[Problem, dict[str, Any], dict[str, Any]]] = {
         {"inputs": "generic"},
     ),
     "window-major": (few("record", 5, 2, conv_layout="window-major"), {}, {"conv_bias": False}),
-    "decode": (few("decode", 1, 3, conv_layout="window-major", state_dtype="bf16"), {}, {"null_requests": (1,)}),
+    "decode": (
+        few("decode", 1, 3, conv_layout="window-major", state_dtype="bf16"),
+        {},
+        {"null_requests": (1,)},
+    ),
     "spec": (few("spec", 5, 2), {}, {"null_requests": (1,)}),
 }
 
@@ -489,7 +549,9 @@ def test_emulation_agrees_with_the_reference(emulated: dict[str, ModuleType], ca
     assert emulate(emulated, *CASES[case], sms=1) is None
 
 
-def test_emulation_notices_a_missing_wait(emulated: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_emulation_notices_a_missing_wait(
+    emulated: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(emulated["ws"].arch, "mbarrier_wait", lambda *_: None)
     assert emulate(emulated, *CASES["record, a null request"], sms=1) is not None
 
@@ -503,14 +565,19 @@ GRID = [
     *(("spec", tokens, "fp32", "dim-first", "sm_90a") for tokens in (2, 4, 8)),
     ("spec", 8, "bf16", "window-major", "sm_90a"),
     *(("decode", 1, dtype, "dim-first", "sm_90a") for dtype in ("fp32", "bf16")),
-    *((kind, tokens, "fp32", "dim-first", "sm_100a") for kind, tokens in (("record", 8), ("spec", 8), ("decode", 1))),
+    *(
+        (kind, tokens, "fp32", "dim-first", "sm_100a")
+        for kind, tokens in (("record", 8), ("spec", 8), ("decode", 1))
+    ),
     ("record", 8, "bf16", "window-major", "sm_103a"),
     ("record", 3, "fp32", "dim-first", "sm_103a"),
 ]
 
 
 @pytest.mark.parametrize(("kind", "tokens", "dtype", "layout", "arch"), GRID)
-def test_one_cta_per_sm_and_no_spills(kind: str, tokens: int, dtype: Any, layout: Any, arch: str) -> None:
+def test_one_cta_per_sm_and_no_spills(
+    kind: str, tokens: int, dtype: Any, layout: Any, arch: str
+) -> None:
     of = problem(tokens, kind, state_dtype=dtype, conv_layout=layout)
     check_resources(ws.compile(of, ws.Spec(), GPUS[arch]))
 
@@ -534,7 +601,9 @@ def check_resources(compiled: ws.Compiled) -> None:
     assert (resources.threads, resources.cluster) == (ws_plan.THREADS, 1)
     assert resources.registers <= ws_plan.LAUNCHED
     if set(ws_plan.REGISTERS[p.kind, p.layout]) != {ws_plan.LAUNCHED}:
-        assert resources.registers > ws_plan.LAUNCHED - 8  # what the groups share is what the CTA was given
+        assert (
+            resources.registers > ws_plan.LAUNCHED - 8
+        )  # what the groups share is what the CTA was given
     assert resources.smem_bytes == p.smem_bytes
     assert resources.ctas_per_sm == 1
 
@@ -549,7 +618,9 @@ def test_launch_options_and_sizes_share_a_binary() -> None:
 
 def test_the_product_is_on_tensor_cores_and_streams_by_16_bytes(tmp_path: Path) -> None:
     text = sass_of(ws.compile(problem(8), ws.Spec(), H200).binary.image, tmp_path)
-    assert len(re.findall(r"\bHMMA\.16816\.F32\.BF16\b", text)) == 8 + 48 + 6  # gate; state, three products; A and B
+    assert (
+        len(re.findall(r"\bHMMA\.16816\.F32\.BF16\b", text)) == 8 + 48 + 6
+    )  # gate; state, three products; A and B
     copies = re.findall(r"\bLDGSTS\.\S+", text)
     assert sum(c.endswith("128") and "LTC128B.128" in c for c in copies) >= 3 * 16
     assert not re.findall(r"\b(?:STL|LDL)\b", text)
@@ -576,7 +647,10 @@ def test_launch_passes_addresses_and_sizes(monkeypatch: pytest.MonkeyPatch) -> N
         (lambda o: {"conv_state": o.conv_state.float()}, "conv_state"),
         (lambda o: {"conv_state": odd(o.conv_state)}, "conv_state"),
         (lambda o: {"conv_state": torch.cat((o.conv_state, o.conv_state), 2)}, "conv_state"),
-        (lambda o: {"conv_state": o.conv_state.transpose(1, 2).contiguous().transpose(1, 2)}, "conv_state"),
+        (
+            lambda o: {"conv_state": o.conv_state.transpose(1, 2).contiguous().transpose(1, 2)},
+            "conv_state",
+        ),
         (lambda o: {"conv_state": o.conv_state[:, :, :4]}, "conv_state"),
         (lambda o: {"conv_weight": o.conv_weight.bfloat16()}, "conv_weight"),
         (lambda o: {"conv_bias": o.conv_bias.bfloat16()}, "conv_bias"),
@@ -594,7 +668,9 @@ def test_launch_passes_addresses_and_sizes(monkeypatch: pytest.MonkeyPatch) -> N
         (lambda o: {"dt_bias": o.dt_bias[:-1]}, "dt_bias"),
     ],
 )
-def test_launch_names_operands_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, change: Any, named: str) -> None:
+def test_launch_names_operands_that_do_not_fit(
+    monkeypatch: pytest.MonkeyPatch, change: Any, named: str
+) -> None:
     of = problem(5)
     operands: StepOperands = make_step(of, seed=0, device="cpu", pad=16)
     monkeypatch.setattr(cubin, "launcher", lambda _: Recorder())

@@ -15,13 +15,17 @@ from kdabench.measure import cell_bench
 STEPS = [("decode", 1, None), ("spec", 4, None), ("record", 4, None), ("replay", 4, "mix")]
 
 
-def step(kind: Any = "decode", tokens: int = 1, pending: Any = None, **options: Any) -> StepOperands:
+def step(
+    kind: Any = "decode", tokens: int = 1, pending: Any = None, **options: Any
+) -> StepOperands:
     return make_step(Problem(kind, 9, 2, tokens, pending=pending), seed=1, device="cpu", **options)
 
 
 @pytest.mark.parametrize(("kind", "tokens", "pending"), STEPS)
 @pytest.mark.parametrize("inputs", ["model", "generic"])
-def test_the_operands_that_are_timed_are_proper(kind: str, tokens: int, pending: Any, inputs: str) -> None:
+def test_the_operands_that_are_timed_are_proper(
+    kind: str, tokens: int, pending: Any, inputs: str
+) -> None:
     assert cell_bench.improper_inputs(step(kind, tokens, pending, inputs=inputs)) is None
 
 
@@ -30,7 +34,9 @@ def test_so_are_those_of_commits(kind: Any) -> None:
     commit = make_commit(Problem(kind, 9, 2, 4, layers=2), seed=1, device="cpu")
     assert cell_bench.improper_inputs(commit) is None
     other = replace(commit, source=commit.source.sort().values)
-    assert "in order" in str(cell_bench.improper_inputs(other if kind == "commit" else in_place(other)))
+    assert "in order" in str(
+        cell_bench.improper_inputs(other if kind == "commit" else in_place(other))
+    )
 
 
 def in_place(commit: CommitOperands) -> CommitOperands:
@@ -67,7 +73,11 @@ def test_any_bit_of_what_is_only_read_shows() -> None:
         assert len(constant) >= 7
         for tensor in constant:
             before = cell_bench.bit_sum(tensor)
-            flat = tensor.view(torch.uint8) if tensor.dim() == 1 else tensor.flatten().view(torch.uint8)
+            flat = (
+                tensor.view(torch.uint8)
+                if tensor.dim() == 1
+                else tensor.flatten().view(torch.uint8)
+            )
             flat[-1] ^= 1
             assert cell_bench.bit_sum(tensor) != before
 
@@ -84,7 +94,8 @@ def test_a_device_without_a_known_peak_rate_asks_nvml() -> None:
 
 
 def test_neighbours_take_no_longer_than_their_weights_do() -> None:
-    """As wide as the model's while their weights are few and the rows too; then narrower, by either."""
+    """As wide as the model's while their weights are few and the rows too; then narrower, by
+    either."""
     sizes = {(heads, rows): cell_bench.hidden_size(Problem("decode", rows, heads))
              for heads in (4, 12, 96) for rows in (1, 200, 400, 2048)}  # fmt: skip
     assert sizes[4, 1] == sizes[12, 1] == sizes[12, 200] == 7168

@@ -7,7 +7,14 @@ import pytest
 
 from kdabench.data.measurements import Candidate, Cell, Measurement
 from kdabench.measure.clock import Reading, ReplayedClock
-from kdabench.measure.contest import Plan, log_ratio_interval, run_contest, student, twin_verdict, twins
+from kdabench.measure.contest import (
+    Plan,
+    log_ratio_interval,
+    run_contest,
+    student,
+    twin_verdict,
+    twins,
+)
 
 FAST, SLOW, TWIN = (Candidate.of("KdaSplit", {"split": n}) for n in (1, 2, 4))
 
@@ -15,7 +22,9 @@ FAST, SLOW, TWIN = (Candidate.of("KdaSplit", {"split": n}) for n in (1, 2, 4))
 class SyntheticClock:
     """Times drawn around a truth with relative noise, shared per round like a real clock drift."""
 
-    def __init__(self, truth: dict[Candidate, float], noise: float, drift: float = 0.0, seed: int = 1) -> None:
+    def __init__(
+        self, truth: dict[Candidate, float], noise: float, drift: float = 0.0, seed: int = 1
+    ) -> None:
         self.truth, self.noise, self.drift = truth, noise, drift
         self.random = random.Random(seed)
         self.level = 1.0
@@ -80,7 +89,10 @@ def test_samples_keep_their_order_and_rounds_reach_the_callback() -> None:
     seen: list[tuple[int, list[float]]] = []
     clock = SyntheticClock({FAST: 5.0}, noise=0.1)
     contest = run_contest(
-        [FAST], clock, Plan(min_rounds=4), on_round=lambda i, r: seen.append((i, [x.time_us for _, x in r]))
+        [FAST],
+        clock,
+        Plan(min_rounds=4),
+        on_round=lambda i, r: seen.append((i, [x.time_us for _, x in r])),
     )
     assert [i for i, _ in seen] == [0, 1, 2, 3]
     assert contest.samples[FAST] == [x for _, xs in seen for x in xs]
@@ -105,10 +117,16 @@ def test_a_resumed_contest_decides_as_an_uninterrupted_one() -> None:
     whole = run_contest(candidates, ReplayedClock(measurements), plan)
     for cut in range(1, 12):
         history = {
-            c: [(r, Reading(us)) for r, us in zip(whole.rounds[c], whole.samples[c], strict=True) if r < cut]
+            c: [
+                (r, Reading(us))
+                for r, us in zip(whole.rounds[c], whole.samples[c], strict=True)
+                if r < cut
+            ]
             for c in candidates
         }
-        again = run_contest(candidates, ReplayedClock(measurements), plan, history=history, first_round=cut)
+        again = run_contest(
+            candidates, ReplayedClock(measurements), plan, history=history, first_round=cut
+        )
         assert (again.samples, again.left) == (whole.samples, whole.left)
 
 
@@ -135,7 +153,9 @@ def test_equal_candidates_rarely_get_a_verdict() -> None:
     assert false_alarms <= 1
 
 
-def _record(candidate: Candidate, samples: Sequence[float], rounds: Sequence[int] | None = None) -> Measurement:
+def _record(
+    candidate: Candidate, samples: Sequence[float], rounds: Sequence[int] | None = None
+) -> Measurement:
     n = len(samples)
     return Measurement(
         Cell("decode", 1, 12),
@@ -175,7 +195,11 @@ def test_the_best_of_the_first_round_is_measured_twice() -> None:
     assert twin_verdict([(5.2 + i / 1000, 5.0) for i in range(6)], Plan()) == "faster"
     assert twin_verdict(pairs[:3], Plan()) is None
     measurements = [_record(c, contest.samples[c], contest.rounds[c]) for c in contest.samples]
-    again = run_contest([FAST, SLOW, TWIN], ReplayedClock(measurements), Plan(min_rounds=6, max_rounds=6, seconds=60))
+    again = run_contest(
+        [FAST, SLOW, TWIN],
+        ReplayedClock(measurements),
+        Plan(min_rounds=6, max_rounds=6, seconds=60),
+    )
     assert again.samples == contest.samples
 
 
@@ -196,7 +220,10 @@ def test_a_throttled_round_is_repeated_and_kept_but_does_not_count() -> None:
     seen: list[int] = []
     clock = SlowedClock([1, 2], 1000, factor=1.8)
     contest = run_contest(
-        [FAST, SLOW], clock, Plan(min_rounds=4, max_rounds=4, seconds=60), on_round=lambda i, r: seen.append(i)
+        [FAST, SLOW],
+        clock,
+        Plan(min_rounds=4, max_rounds=4, seconds=60),
+        on_round=lambda i, r: seen.append(i),
     )
     assert seen == [0, 1, 2, 3, 4, 5]
     assert sorted(set(contest.rounds[FAST])) == [0, 3, 4, 5]
@@ -206,7 +233,9 @@ def test_a_throttled_round_is_repeated_and_kept_but_does_not_count() -> None:
 
 def test_the_power_cap_is_repeated_too_and_then_counts() -> None:
     clock = SlowedClock(range(100), 1500)
-    contest = run_contest([FAST, SLOW], clock, Plan(min_rounds=4, max_rounds=4, seconds=60), full_clock_mhz=1980)
+    contest = run_contest(
+        [FAST, SLOW], clock, Plan(min_rounds=4, max_rounds=4, seconds=60), full_clock_mhz=1980
+    )
     assert sorted(set(contest.rounds[FAST])) == [4, 5, 6, 7]
     assert contest.unstable is None
 
@@ -222,7 +251,11 @@ def test_a_resumed_contest_repeats_what_the_whole_one_repeated() -> None:
     whole = run_contest([FAST, SLOW], SlowedClock([1, 3], 1000), plan, on_round=keep)
     last = max(i for i, _ in kept[FAST]) + 1
     again = run_contest([FAST, SLOW], SlowedClock([], 0), plan, history=kept, first_round=last)
-    assert (again.samples, again.left, again.sentinel) == (whole.samples, whole.left, whole.sentinel)
+    assert (again.samples, again.left, again.sentinel) == (
+        whole.samples,
+        whole.left,
+        whole.sentinel,
+    )
 
 
 def test_a_verdict_that_cycles_do_not_confirm_is_none() -> None:
@@ -230,12 +263,18 @@ def test_a_verdict_that_cycles_do_not_confirm_is_none() -> None:
 
     class Uneven(SyntheticClock):
         def read(self, candidate: Candidate) -> Reading:
-            return Reading(super().read(candidate).time_us, 1881 if candidate == TWIN else 1980, candidate == TWIN)
+            return Reading(
+                super().read(candidate).time_us,
+                1881 if candidate == TWIN else 1980,
+                candidate == TWIN,
+            )
 
     clock = Uneven({FAST: 5.0, TWIN: 5.2}, noise=0.001)
     contest = run_contest([FAST, TWIN], clock, Plan(min_rounds=5, max_rounds=8, seconds=60))
     assert not contest.left
-    contest = run_contest([FAST, TWIN], SyntheticClock(clock.truth, 0.001), Plan(max_rounds=8, seconds=60))
+    contest = run_contest(
+        [FAST, TWIN], SyntheticClock(clock.truth, 0.001), Plan(max_rounds=8, seconds=60)
+    )
     assert contest.left[TWIN].startswith("settled")
 
 
@@ -250,7 +289,9 @@ def test_quantiles_of_students_distribution(z: float, degrees: int, quantile: fl
     assert student(z, degrees) == pytest.approx(quantile, abs=6e-4)
 
 
-@pytest.mark.parametrize("make", [lambda: Plan(min_rounds=0), lambda: Plan(min_rounds=9, max_rounds=3)])
+@pytest.mark.parametrize(
+    "make", [lambda: Plan(min_rounds=0), lambda: Plan(min_rounds=9, max_rounds=3)]
+)
 def test_impossible_plans_are_refused(make: Callable[[], Plan]) -> None:
     with pytest.raises(ValueError, match="rounds must satisfy"):
         make()

@@ -43,7 +43,9 @@ def outcome(
     status: Any = "ok",
     reason: str | None = None,
 ) -> None:
-    journal.set_outcome(cell, process, candidate, status, reason, 10**9, 5, "k-0", ENV, {"compile_s": 1.5})
+    journal.set_outcome(
+        cell, process, candidate, status, reason, 10**9, 5, "k-0", ENV, {"compile_s": 1.5}
+    )
 
 
 def fill(path: Path, process: int = 0, **changes: Any) -> None:
@@ -68,10 +70,21 @@ def path(tmp_path: Path) -> Path:
 def test_what_goes_in_comes_out(path: Path) -> None:
     fill(path)
     with start(path) as journal:
-        assert [journal.cell_state(c, p) for c, p in ((CELL, 0), (OTHER, 0), (CELL, 1))] == ["done", "partial", "new"]
+        assert [journal.cell_state(c, p) for c, p in ((CELL, 0), (OTHER, 0), (CELL, 1))] == [
+            "done",
+            "partial",
+            "new",
+        ]
         assert journal.history(OTHER, 0) == ({STOCK: [(0, 3.0)]}, 1)
         assert journal.history(CELL, 1) == ({}, 0)
-        assert journal.history(CELL, 0)[0][split(2)] == [(0, 5.0), (0, 5.5), (1, 6.0), (1, 6.5), (2, 7.0), (2, 7.5)]
+        assert journal.history(CELL, 0)[0][split(2)] == [
+            (0, 5.0),
+            (0, 5.5),
+            (1, 6.0),
+            (1, 6.5),
+            (2, 7.0),
+            (2, 7.5),
+        ]
         found = journal.measurements()
         assert [(r.candidate, r.status, len(r.samples_us)) for r in found] == [
             (split(2), "ok", 6), (split(8), "fault", 0), (STOCK, "ok", 3)]  # fmt: skip
@@ -124,7 +137,9 @@ def test_a_journal_of_the_first_layout_is_read_and_merged(path: Path, tmp_path: 
 def test_impossible_samples_are_refused(path: Path, time_us: float) -> None:
     with start(path) as journal:
         with pytest.raises(ValueError, match="finite and > 0"):
-            journal.add_round(CELL, 0, 0, [(STOCK, 1.0, None, None), (split(1), time_us, None, None)])
+            journal.add_round(
+                CELL, 0, 0, [(STOCK, 1.0, None, None), (split(1), time_us, None, None)]
+            )
         assert journal.cell_state(CELL, 0) == "new"
 
 
@@ -154,7 +169,9 @@ def test_one_writer_many_readers(path: Path) -> None:
     with start(path):
         fill_code = "import sys; from pathlib import Path; from kdabench.measure.journal import *\n"
         code = fill_code + "Journal.open(Path(sys.argv[1]), 'sha256:sweep', 'Why?')"
-        done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(path)], capture_output=True, text=True
+        )
         assert f"JournalBusy: {path}: is being written by pid {os.getpid()} on " in done.stderr
         with pytest.raises(JournalBusy):
             start(path)
@@ -172,7 +189,8 @@ def test_readers_do_not_write(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"not a database, but long enough to be taken for one" * 50, b"SQLite format 3\0" * 99]
+    "content",
+    [b"not a database, but long enough to be taken for one" * 50, b"SQLite format 3\0" * 99],
 )
 def test_garbage_is_one_line(path: Path, content: bytes) -> None:
     path.parent.mkdir()
@@ -242,7 +260,11 @@ def test_killed_at_random_no_acknowledged_round_is_lost(path: Path) -> None:
 def cuts(size: int, frame: int = 4096 + 24) -> Iterator[int]:
     """Every byte around the headers of the log's frames, and every 101st."""
     for at in range(size + 1):
-        if at % 101 == 0 or (at - 32) % frame in (0, 1, 8, 16, 23, 24, 25, frame - 1) or size - at < 3:
+        if (
+            at % 101 == 0
+            or (at - 32) % frame in (0, 1, 8, 16, 23, 24, 25, frame - 1)
+            or size - at < 3
+        ):
             yield at
 
 
@@ -288,7 +310,10 @@ def test_export_writes_what_load_reads(path: Path, tmp_path: Path) -> None:
 
 def test_what_export_refuses(path: Path, tmp_path: Path) -> None:
     fill(path, replay=True)
-    with Journal.read(path) as journal, pytest.raises(JournalError, match="is a replay; it is never exported"):
+    with (
+        Journal.read(path) as journal,
+        pytest.raises(JournalError, match="is a replay; it is never exported"),
+    ):
         journals.export(journal, tmp_path / "results", "synthetic-one", "dispatch")
     assert not (tmp_path / "results").exists()
     real = path.with_name("real.db")
@@ -319,7 +344,9 @@ def test_merge_joins(tmp_path: Path) -> None:
         assert [merged.cell_state(CELL, p) for p in (0, 1)] == ["done", "done"]
         for process, path in enumerate(paths[:2]):
             with Journal.read(path) as journal:
-                assert [r for r in merged.measurements() if r.process == process] == journal.measurements()
+                assert [
+                    r for r in merged.measurements() if r.process == process
+                ] == journal.measurements()
                 assert merged.history(OTHER, process) == journal.history(OTHER, process)
         assert merged.envs() == synthetic.ENVS
     assert {p.name for p in tmp_path.iterdir()} >= {"all.db"}
@@ -332,7 +359,9 @@ def test_what_merge_refuses(tmp_path: Path) -> None:
     fill(b)
     with start(b) as journal:
         journal.add_round(OTHER, 0, 1, [(STOCK, 3.0, 1980, False)])
-    with pytest.raises(JournalError, match=r"b\.db: differs from the others in process 0 of .*decode"):
+    with pytest.raises(
+        JournalError, match=r"b\.db: differs from the others in process 0 of .*decode"
+    ):
         journals.merge([a, b], out)
     fill(tmp_path / "c.db", 1, sweep_digest="sha256:else")
     with pytest.raises(JournalError, match="journals of different sweeps"):
@@ -347,9 +376,16 @@ def test_what_merge_refuses(tmp_path: Path) -> None:
         journals.merge([a], b)
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
 @given(
-    st.lists(st.lists(st.tuples(st.sampled_from(synthetic.CANDIDATES), st.floats(1e-9, 1e9)), max_size=6), max_size=6)
+    st.lists(
+        st.lists(
+            st.tuples(st.sampled_from(synthetic.CANDIDATES), st.floats(1e-9, 1e9)), max_size=6
+        ),
+        max_size=6,
+    )
 )
 def test_samples_survive_to_the_last_bit(
     tmp_path: Path, rounds: list[list[tuple[measurements.Candidate, float]]]

@@ -1,4 +1,5 @@
-"""Sweeps with real worker processes whose measurements are made up: resume, blame, hangs, crashes, kills, replay."""
+"""Sweeps with real worker processes whose measurements are made up: resume, blame, hangs, crashes,
+kills, replay."""
 
 import os
 import random
@@ -57,7 +58,8 @@ class NoisyClock:
 
 
 def serve(pipe: Connection, trouble: str | None, pause_s: float = 0.0) -> None:
-    """A worker that measures by a made-up clock and, for candidate BAD, does what `trouble` says."""
+    """A worker that measures by a made-up clock and, for candidate BAD, does what `trouble`
+    says."""
     os.setpgrp()
     pipe.send(worker.Ready(ENV))
     while (job := pipe.recv()) is not None:
@@ -72,7 +74,11 @@ def serve(pipe: Connection, trouble: str | None, pause_s: float = 0.0) -> None:
             if candidate == BAD and trouble == "hang":
                 time.sleep(1000)
             if candidate == BAD and trouble == "wrong":
-                pipe.send(worker.Outcome(candidate, "wrong", "out: norm error 1.0 > 5e-3", 0, 10**6, "0-0"))
+                pipe.send(
+                    worker.Outcome(
+                        candidate, "wrong", "out: norm error 1.0 > 5e-3", 0, 10**6, "0-0"
+                    )
+                )
                 continue
             ready.append(candidate)
         pipe.send(worker.Began("measure"))
@@ -82,7 +88,12 @@ def serve(pipe: Connection, trouble: str | None, pause_s: float = 0.0) -> None:
             pipe.send(worker.RoundDone(index, tuple(readings)))  # type: ignore[arg-type]
 
         run_contest(
-            ready, NoisyClock(job.cell.key), job.plan, history=job.history, first_round=job.first_round, on_round=keep
+            ready,
+            NoisyClock(job.cell.key),
+            job.plan,
+            history=job.history,
+            first_round=job.first_round,
+            on_round=keep,
         )
         for candidate in ready:
             pipe.send(worker.Outcome(candidate, "ok", None, 10**9, 10**6, "0-0"))
@@ -114,13 +125,20 @@ def wrong(pipe: Connection, index: int) -> None:
 
 
 def run(sweep: Sweep, out: Path, main: worker_process.WorkerMain = well_behaved) -> session.Summary:
-    return session.run_sweep(sweep, device="cuda:0", out=out, results=out / "results", plan=PLAN, worker_main=main)
+    return session.run_sweep(
+        sweep, device="cuda:0", out=out, results=out / "results", plan=PLAN, worker_main=main
+    )
 
 
 def test_every_process_measures_every_cell(tmp_path: Path) -> None:
     summary = run(make_sweep(tmp_path), tmp_path)
     assert (summary.done, summary.total, summary.interrupted) == (4, 4, False)
-    assert {(r.cell.requests, r.process) for r in summary.measurements} == {(1, 0), (1, 1), (2, 0), (2, 1)}
+    assert {(r.cell.requests, r.process) for r in summary.measurements} == {
+        (1, 0),
+        (1, 1),
+        (2, 0),
+        (2, 1),
+    }
     assert all(len(r.samples_us) >= 3 for r in summary.measurements)
     assert not summary.without_winner
 
@@ -134,7 +152,11 @@ def test_a_finished_sweep_starts_no_worker(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("main", "status", "word"),
-    [(aborting, "fault", "exit code -6"), (exiting, "fault", "exit code 0"), (wrong, "wrong", "norm error")],
+    [
+        (aborting, "fault", "exit code -6"),
+        (exiting, "fault", "exit code 0"),
+        (wrong, "wrong", "norm error"),
+    ],
 )
 def test_trouble_costs_the_guilty_candidate_alone(
     tmp_path: Path, main: worker_process.WorkerMain, status: str, word: str
@@ -150,7 +172,9 @@ def test_trouble_costs_the_guilty_candidate_alone(
     assert all(r.status == "ok" and len(r.samples_us) >= 3 for r in good)
 
 
-def test_a_hang_costs_its_limit_and_is_not_paid_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hang_costs_its_limit_and_is_not_paid_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(worker_process.LIMITS_S, "check", 1.0)
     sweep = make_sweep(tmp_path, requests=(1,))
     begin = time.monotonic()
@@ -177,7 +201,9 @@ def test_who_crashes_in_company_alone_is_said_to(tmp_path: Path) -> None:
 
 def test_a_worker_that_does_not_come_up_ends_the_sweep_in_one_line(tmp_path: Path) -> None:
     sweep = workers.make_sweep(tmp_path, (workers.candidate(1),))
-    with pytest.raises(OSError, match=r"did not start: .* exit code 1 .*all devices are busy") as caught:
+    with pytest.raises(
+        OSError, match=r"did not start: .* exit code 1 .*all devices are busy"
+    ) as caught:
         workers.run(sweep, tmp_path, worker_main=workers.broken)
     assert "\n" not in console.describe(caught.value)
     assert workers.run(sweep, tmp_path).done == 1
@@ -202,7 +228,13 @@ def test_a_cell_in_which_nothing_is_ok_has_no_winner(tmp_path: Path) -> None:
 def test_the_budget_stops_between_cells_and_the_rest_follows(tmp_path: Path) -> None:
     sweep = make_sweep(tmp_path)
     summary = session.run_sweep(
-        sweep, device="cuda:0", out=tmp_path, results=tmp_path, plan=PLAN, budget_s=0, worker_main=well_behaved
+        sweep,
+        device="cuda:0",
+        out=tmp_path,
+        results=tmp_path,
+        plan=PLAN,
+        budget_s=0,
+        worker_main=well_behaved,
     )
     assert summary.done == 0
     assert run(sweep, tmp_path).done == 4
@@ -212,7 +244,13 @@ def test_retry_measures_again_only_where_a_candidate_failed(tmp_path: Path) -> N
     sweep = make_sweep(tmp_path, requests=(1,), processes=2)
     failed = run(sweep, tmp_path, wrong)
     again = session.run_sweep(
-        sweep, device="cuda:0", out=tmp_path, results=tmp_path, plan=PLAN, retry=True, worker_main=well_behaved
+        sweep,
+        device="cuda:0",
+        out=tmp_path,
+        results=tmp_path,
+        plan=PLAN,
+        retry=True,
+        worker_main=well_behaved,
     )
     # Process 1 never met the bad candidate: process 0 had ruled it out.
     kept = [r for r in failed.measurements if r.process == 1]
@@ -258,7 +296,9 @@ def test_sigkill_at_random_loses_no_finished_round(tmp_path: Path) -> None:
     (tmp_path / "sweep.py").write_text(script)
     chance = random.Random(3)
     for _ in range(5):
-        running = subprocess.Popen([sys.executable, str(tmp_path / "sweep.py")], start_new_session=True)
+        running = subprocess.Popen(
+            [sys.executable, str(tmp_path / "sweep.py")], start_new_session=True
+        )
         time.sleep(chance.uniform(0.8, 2.0))
         running.send_signal(signal.SIGKILL)
         running.wait()
@@ -268,7 +308,9 @@ def test_sigkill_at_random_loses_no_finished_round(tmp_path: Path) -> None:
         assert measurement.status == "ok"
         rounds = sorted(set(measurement.rounds))
         assert rounds == list(range(len(rounds)))
-        assert max(measurement.rounds.count(index) for index in rounds) <= 2, "the sentinel's twice, nothing more often"
+        assert max(measurement.rounds.count(index) for index in rounds) <= 2, (
+            "the sentinel's twice, nothing more often"
+        )
         assert len(measurement.samples_us) >= 3
 
 
@@ -278,9 +320,13 @@ def test_replay_runs_on_recorded_samples_and_cannot_be_exported(tmp_path: Path) 
     results = tmp_path / "results"
     with Journal.read(measured.journal) as journal:
         export(journal, results, "synthetic", sweep.stem)
-    replayed = session.run_sweep(sweep, device="replay:synthetic", out=tmp_path / "again", results=results, plan=PLAN)
+    replayed = session.run_sweep(
+        sweep, device="replay:synthetic", out=tmp_path / "again", results=results, plan=PLAN
+    )
     assert replayed.replay
-    assert [r.samples_us for r in replayed.measurements] == [r.samples_us for r in measured.measurements]
+    assert [r.samples_us for r in replayed.measurements] == [
+        r.samples_us for r in measured.measurements
+    ]
     with Journal.read(replayed.journal) as journal, pytest.raises(Exception, match="replay"):
         export(journal, results, "synthetic", sweep.stem)
 
@@ -296,14 +342,20 @@ def test_an_interrupted_replay_resumes(tmp_path: Path) -> None:
         if event.kind == "cell":
             raise KeyboardInterrupt
 
-    first = session.run_sweep(sweep, device="replay:synthetic", out=out, results=results, plan=PLAN, listener=interrupt)
+    first = session.run_sweep(
+        sweep, device="replay:synthetic", out=out, results=results, plan=PLAN, listener=interrupt
+    )
     assert first.interrupted
     again = session.run_sweep(sweep, device="replay:synthetic", out=out, results=results, plan=PLAN)
     assert (again.done, again.interrupted) == (4, False)
-    assert [r.samples_us for r in again.measurements] == [r.samples_us for r in measured.measurements]
+    assert [r.samples_us for r in again.measurements] == [
+        r.samples_us for r in measured.measurements
+    ]
 
 
-def test_find_device_falls_back_to_the_recorded_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_device_falls_back_to_the_recorded_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(session, "_gpu_count", lambda: 0)
     with pytest.raises(ValueError, match="none in"):
         session.find_device("auto", tmp_path)

@@ -1,4 +1,5 @@
-"""What NVML says of a device, matched in every way it can be, and the clock that reads it; on a made-up NVML."""
+"""What NVML says of a device, matched in every way it can be, and the clock that reads it; on a
+made-up NVML."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class NVMLError(Exception):
 
 
 def nvml(names: dict[str, str], **changes: Any) -> Any:
-    """A driver that knows devices by these names; a device that starts with MIG is a part of "GPU"."""
+    """A driver that knows devices by these names; a device that starts with MIG is a part of
+    "GPU"."""
 
     def by_name(name: str) -> str:
         if name not in names:
@@ -77,7 +79,11 @@ def nvml(names: dict[str, str], **changes: Any) -> Any:
     ],
 )
 def test_a_device_is_found(
-    known: dict[str, str], uuid: str, pci_id: str | None, matched: str, monkeypatch: pytest.MonkeyPatch
+    known: dict[str, str],
+    uuid: str,
+    pci_id: str | None,
+    matched: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", nvml(known))
     found = Telemetry(uuid, pci_id)
@@ -106,9 +112,15 @@ def broken_driver() -> Any:
 
 @pytest.mark.parametrize(
     ("module", "why"),
-    [(None, "ModuleNotFoundError"), (broken_driver(), "Driver Not Loaded"), (nvml({}), "NVMLError: Not Found")],
+    [
+        (None, "ModuleNotFoundError"),
+        (broken_driver(), "Driver Not Loaded"),
+        (nvml({}), "NVMLError: Not Found"),
+    ],
 )
-def test_an_absent_nvml_is_tolerated_and_labelled(module: Any, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_absent_nvml_is_tolerated_and_labelled(
+    module: Any, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", module)
     found = Telemetry(UUID, PCI)
     assert found.matched.startswith("absent: ")
@@ -123,7 +135,9 @@ def test_an_absent_nvml_is_tolerated_and_labelled(module: Any, why: str, monkeyp
 
 
 def test_what_nvml_does_not_answer_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    lacking = nvml({PCI: "GPU"}, nvmlDeviceGetCurrentClocksThrottleReasons=None, nvmlDeviceGetEccMode=None)
+    lacking = nvml(
+        {PCI: "GPU"}, nvmlDeviceGetCurrentClocksThrottleReasons=None, nvmlDeviceGetEccMode=None
+    )
     monkeypatch.setitem(sys.modules, "pynvml", lacking)
     found = Telemetry(UUID, PCI)
     assert found.state() == GpuState(1980, None)
@@ -135,9 +149,12 @@ STEP = Candidate.of("KdaSplit", {"split": 1})
 
 
 class Graphs:
-    """A GraphClock without a GPU: replays move a made-up time on, in us. A list of times is used up one by one."""
+    """A GraphClock without a GPU: replays move a made-up time on, in us. A list of times is used up
+    one by one."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, states: list[GpuState], **times: float | list[float]) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, states: list[GpuState], **times: float | list[float]
+    ) -> None:
         self.told: list[str] = []
         self.now = 0.0
         made = self
@@ -163,7 +180,9 @@ class Graphs:
         monkeypatch.setattr(cuda_graphs.torch.cuda, "Event", Event)
         monkeypatch.setattr(cuda_graphs.torch.cuda, "stream", lambda stream: nullcontext())
         monkeypatch.setattr(cuda_graphs.torch.cuda, "_sleep", lambda cycles: None)
-        monkeypatch.setattr(cuda_graphs.time, "sleep", lambda seconds: self.told.append(f"rest {seconds} s"))
+        monkeypatch.setattr(
+            cuda_graphs.time, "sleep", lambda seconds: self.told.append(f"rest {seconds} s")
+        )
         step, neighbours = (cuda_graphs.Timed(graph(name), 10) for name in ("step", "neighbours"))  # type: ignore[arg-type]
         source = SimpleNamespace(state=lambda: states.pop(0), round_state=lambda: {"power_w": 1})
         self.clock = cuda_graphs.GraphClock(
@@ -172,7 +191,9 @@ class Graphs:
         )  # fmt: skip
 
 
-def test_the_neighbours_are_taken_off_and_the_candidate_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_neighbours_are_taken_off_and_the_candidate_announced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made = Graphs(monkeypatch, [GpuState(1980, False)], step=300.0, neighbours=250.0)
     made.clock.begin_round(0)
     reading = made.clock.read(STEP)
@@ -182,7 +203,9 @@ def test_the_neighbours_are_taken_off_and_the_candidate_announced(monkeypatch: p
     assert made.clock.round_state == {"power_w": 1}
 
 
-def test_a_drift_of_the_clocks_hits_neighbours_and_step_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drift_of_the_clocks_hits_neighbours_and_step_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made = Graphs(monkeypatch, [GpuState(1980, False)], step=[310.0], neighbours=[250.0, 270.0])
     made.clock.begin_round(0)
     assert made.clock.read(STEP).time_us == pytest.approx(5.0)
@@ -202,7 +225,9 @@ def test_after_a_throttled_round_the_gpu_rests(monkeypatch: pytest.MonkeyPatch) 
     assert [word for word in made.told if word != "KdaSplit"] == ["rest 0.1 s"]
 
 
-def test_neighbours_that_take_longer_than_all_leave_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbours_that_take_longer_than_all_leave_no_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made = Graphs(monkeypatch, [], step=240.0, neighbours=250.0)
     made.clock.begin_round(0)
     with pytest.raises(ExhaustedError, match="baseline's noise exceeds the step"):
@@ -210,9 +235,18 @@ def test_neighbours_that_take_longer_than_all_leave_no_time(monkeypatch: pytest.
 
 
 def test_the_launched_kernel_is_asserted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "kernel_names", lambda graph: ["gemm", "kernel_kda_wide_0", "kernel_kda_wide_0"])
+    monkeypatch.setattr(
+        cuda_graphs,
+        "kernel_names",
+        lambda graph: ["gemm", "kernel_kda_wide_0", "kernel_kda_wide_0"],
+    )
     cuda_graphs.require_kernels(None, ("kda_wide",), 2)  # type: ignore[arg-type]
-    with pytest.raises(cuda_graphs.WrongKernelError, match="expected 2 launches of kda_split, the graph has 0 of them"):
+    with pytest.raises(
+        cuda_graphs.WrongKernelError,
+        match="expected 2 launches of kda_split, the graph has 0 of them",
+    ):
         cuda_graphs.require_kernels(None, ("kda_split",), 2)  # type: ignore[arg-type]
-    with pytest.raises(cuda_graphs.WrongKernelError, match="has 2 of them; it launches gemm, kernel_kda_wide_0"):
+    with pytest.raises(
+        cuda_graphs.WrongKernelError, match="has 2 of them; it launches gemm, kernel_kda_wide_0"
+    ):
         cuda_graphs.require_kernels(None, ("kda_wide",), 3)  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""What a worker does with a cell, on made-up operands: blame for wrong results, lost contexts, missing samples.
+"""What a worker does with a cell, on made-up operands: blame for wrong results, lost contexts,
+missing samples.
 
 The GPU's part is tested by test_gpu_measuring.py.
 """
@@ -50,7 +51,9 @@ class Bench:
             case "raises":
                 raise RuntimeError("invalid configuration argument\nmore")
             case "loses the context":
-                raise LostError("CUDA error: an illegal memory access was encountered\nCompile with ...")
+                raise LostError(
+                    "CUDA error: an illegal memory access was encountered\nCompile with ..."
+                )
             case _ if self.damaged:
                 raise cell_bench.CandidateError("wrong", "state: norm error")
         self.graphs[candidate] = None
@@ -64,7 +67,9 @@ class Bench:
                 raise ExhaustedError("the baseline's noise exceeds the step")
             return Reading(self.times[candidate])
 
-        return SimpleNamespace(begin_round=lambda index: None, read=read, round_state={"power_w": 300})
+        return SimpleNamespace(
+            begin_round=lambda index: None, read=read, round_state={"power_w": 300}
+        )
 
     def drifted(self, candidates: Sequence[Candidate]) -> dict[Candidate, tuple[Status, str]]:
         return self.degenerate
@@ -132,7 +137,9 @@ def test_all_is_well() -> None:
     assert {status for status, _ in pipe.outcomes().values()} == {"ok"}
     phases = [(m.phase, m.candidate) for m in pipe.sent if isinstance(m, worker.Began)]
     assert phases[:3] == [("cell", None), ("compile", A), ("check", A)]
-    assert {c for phase, c in phases if phase == "measure"} == {None, A, B, C}, "who is measured is known"
+    assert {c for phase, c in phases if phase == "measure"} == {None, A, B, C}, (
+        "who is measured is known"
+    )
     rounds = [m for m in pipe.sent if isinstance(m, worker.RoundDone)]
     assert [m.index for m in rounds] == [0, 1, 2]
     assert rounds[0].gpu == {"power_w": 300}
@@ -141,7 +148,11 @@ def test_all_is_well() -> None:
 def test_a_wrong_candidate_is_proven_alone_and_the_others_start_over() -> None:
     pipe, sticky, benches = run({B: "wrong"})
     assert (sticky, benches.made) == (False, 3)
-    assert pipe.outcomes() == {B: ("wrong", "out: norm error"), A: ("ok", None), C: ("ok", pipe.outcomes()[C][1])}
+    assert pipe.outcomes() == {
+        B: ("wrong", "out: norm error"),
+        A: ("ok", None),
+        C: ("ok", pipe.outcomes()[C][1]),
+    }
 
 
 def test_who_suffers_from_anothers_writes_is_not_blamed() -> None:

@@ -1,4 +1,5 @@
-"""Adaptive sweeps: what is measured of made-up rows, in which order, and what becomes of interrupts and shares."""
+"""Adaptive sweeps: what is measured of made-up rows, in which order, and what becomes of interrupts
+and shares."""
 
 import json
 import math
@@ -34,7 +35,9 @@ def row(requests: Sequence[int], heads: int = 1) -> list[Cell]:
 def measured(cell: Cell, times: Times, noise: float = 0.0, process: int = 0) -> list[Measurement]:
     rng = random.Random(f"{cell.key}{process}")
     return [
-        synthetic.measurement(cell, c, [times(cell, c) * math.exp(rng.gauss(0, noise)) for _ in range(5)], process)
+        synthetic.measurement(
+            cell, c, [times(cell, c) * math.exp(rng.gauss(0, noise)) for _ in range(5)], process
+        )
         if times(cell, c) < math.inf
         else synthetic.failed(cell, c, process=process)
         for c in (ONE, TWO)
@@ -56,7 +59,10 @@ def chosen(
 
 def most_lost(cells: Sequence[Cell], times: Times, found: Sequence[tuple[Cell, int]]) -> float:
     """By the policy that is fitted on what was found, in any of the cells."""
-    some, whole = ([r for cell in where for r in measured(cell, times)] for where in ([c for c, _ in found], cells))
+    some, whole = (
+        [r for cell in where for r in measured(cell, times)]
+        for where in ([c for c, _ in found], cells)
+    )
     fitted, grid = regret.make_grid(some), regret.make_grid(whole)
     assert fitted.candidates == grid.candidates
     (heads_rows,) = find_rows(fitted, SMS).values()
@@ -77,7 +83,9 @@ def waves(cell: Cell, c: Candidate) -> float:
 
 
 def test_rows_differ_in_requests_alone_and_parts_are_whole_rows() -> None:
-    cells = tuple(sorted([*row((1, 4, 16)), *row((2, 8), heads=12), *row((3,), heads=96)], key=cell_order))
+    cells = tuple(
+        sorted([*row((1, 4, 16)), *row((2, 8), heads=12), *row((3,), heads=96)], key=cell_order)
+    )
     assert [[c.requests for c in found] for found in rows_of(cells)] == [[1, 4, 16], [2, 8], [3]]
     first, second = part(cells, 1, 2), part(cells, 2, 2)
     assert {c.heads for c in first} == {1, 96}
@@ -87,9 +95,16 @@ def test_rows_differ_in_requests_alone_and_parts_are_whole_rows() -> None:
 
 @pytest.mark.parametrize(
     ("requests", "first"),
-    [((5,), {5}), ((1, 2), {1, 2}), (range(1, 257), {1, 16, 256}), ((1, 3, 11, 23, 256), {1, 23, 256})],
+    [
+        ((5,), {5}),
+        ((1, 2), {1, 2}),
+        (range(1, 257), {1, 16, 256}),
+        ((1, 3, 11, 23, 256), {1, 23, 256}),
+    ],
 )
-def test_a_row_begins_with_its_ends_and_a_geometric_selection(requests: Sequence[int], first: set[int]) -> None:
+def test_a_row_begins_with_its_ends_and_a_geometric_selection(
+    requests: Sequence[int], first: set[int]
+) -> None:
     cells = row(requests)
     assert {cells[at].requests for at in first_cells(cells)} == first
 
@@ -102,7 +117,8 @@ def test_a_crossover_is_found_with_few_cells() -> None:
 
 
 def test_the_cells_may_be_limited() -> None:
-    """Those that are chosen are the first that would be chosen without a limit; later processes measure no others."""
+    """Those that are chosen are the first that would be chosen without a limit; later processes
+    measure no others."""
     cells = row(range(1, 257))
     whole = [cell for cell, process in chosen(cells, crossing(40.5)) if process == 0]
     for most in (1, 5, len(whole), 100):
@@ -131,7 +147,12 @@ def test_where_an_sm_gets_one_more_cta_and_where_a_wave_of_all_ends() -> None:
     assert dict(adaptive._edges(1, 100, 901)).keys() == set(range(100, 901, 100))
     assert adaptive._edges(3, None, 901) == ()
     options = ({}, {"ctas": 3}, {"ctas_per_sm": 0}, {"ctas_per_sm": 2})
-    assert [adaptive.residents_of(Candidate.of("KdaWide", options)) for options in options] == [0, 3, 0, 2]
+    assert [adaptive.residents_of(Candidate.of("KdaWide", options)) for options in options] == [
+        0,
+        3,
+        0,
+        2,
+    ]
     assert adaptive.residents_of(Candidate.of("KdaStream", {})) == 1
 
 
@@ -148,7 +169,10 @@ def test_no_crossover_gets_more_than_its_cells() -> None:
 def test_noise_ends_the_search_between_what_is_alike() -> None:
     cells = row(range(1, 257))
     alike = crossing(40.5, slope=0.002)
-    assert len(chosen(cells, alike, noise=0.05, target=0.0)) < len(chosen(cells, alike, target=0.0)) / 2
+    assert (
+        len(chosen(cells, alike, noise=0.05, target=0.0))
+        < len(chosen(cells, alike, target=0.0)) / 2
+    )
 
 
 @pytest.mark.parametrize("dead", [range(65, 257), range(1, 257)])
@@ -157,7 +181,9 @@ def test_cells_without_times(dead: range) -> None:
         return math.inf if cell.requests in dead else 10.0
 
     found = {cell.requests for cell, _ in chosen(row((1, 4, 16, 32, 64, 65, 128, 256)), times)}
-    assert (len(found) == 3) if len(dead) == 256 else ({64, 65} <= found), "where something begins to run is looked for"
+    assert (len(found) == 3) if len(dead) == 256 else ({64, 65} <= found), (
+        "where something begins to run is looked for"
+    )
 
 
 def test_later_processes_take_what_is_unsettled_first() -> None:
@@ -168,7 +194,9 @@ def test_later_processes_take_what_is_unsettled_first() -> None:
     found = chosen(cells, times, noise=0.02, processes=3)
     first = [cell for cell, process in found if process == 0]
     assert sorted(found, key=lambda pair: (pair[1], pair[0].requests)) == [
-        (cell, process) for process in range(3) for cell in sorted(first, key=lambda cell: cell.requests)
+        (cell, process)
+        for process in range(3)
+        for cell in sorted(first, key=lambda cell: cell.requests)
     ]
     later = found[len(first) :]
     assert later[:2] == [(cells[2], 1), (cells[2], 2)]
@@ -215,7 +243,10 @@ def results(tmp_path: Path) -> Path:
 
 
 CELLS = tuple(
-    sorted((Cell("decode", r, h) for h in (12, 96) for r in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128)), key=cell_order)
+    sorted(
+        (Cell("decode", r, h) for h in (12, 96) for r in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128)),
+        key=cell_order,
+    )
 )
 CANDIDATES = (synthetic.split(1), synthetic.split(8))
 SWEEP = Sweep(Path("made-up.toml"), "Is it adaptive?", ("KdaSplit",), 2, CELLS, CANDIDATES)
@@ -226,9 +257,13 @@ def replayed(results: Path, out: Path, **options: object) -> session.Summary:
     return session.run_sweep(SWEEP, device="replay:synthetic", out=out, results=results, **given)  # type: ignore[arg-type]
 
 
-def test_a_sweep_goes_on_where_it_stopped_and_can_be_completed(results: Path, tmp_path: Path) -> None:
+def test_a_sweep_goes_on_where_it_stopped_and_can_be_completed(
+    results: Path, tmp_path: Path
+) -> None:
     seen: list[tuple[Cell | None, int]] = []
-    whole = replayed(results, tmp_path / "whole", listener=lambda e: e.cell and seen.append((e.cell, e.process)))
+    whole = replayed(
+        results, tmp_path / "whole", listener=lambda e: e.cell and seen.append((e.cell, e.process))
+    )
     assert whole.done == whole.total == len(seen) < 2 * len(CELLS)
 
     again: list[tuple[Cell | None, int]] = []
@@ -257,7 +292,10 @@ def test_shares_are_of_rows_and_join(results: Path, tmp_path: Path) -> None:
 
 
 def test_the_command(
-    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    results: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("made-up.toml").write_text(
@@ -266,9 +304,13 @@ def test_the_command(
     )
     command = ["sweep", "made-up.toml", "--device", "replay:synthetic"]
     assert cli._status([*command, "--adaptive", "--dry-run"]) == 0
-    assert capsys.readouterr().out.startswith("6 cells at first, at most 22, x 1 candidates x 1 processes")
+    assert capsys.readouterr().out.startswith(
+        "6 cells at first, at most 22, x 1 candidates x 1 processes"
+    )
     assert cli._status([*command, "--adaptive", "--target", "1", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["done"] == 6, "one candidate: nothing to be lost between the first cells"
+    assert json.loads(capsys.readouterr().out)["done"] == 6, (
+        "one candidate: nothing to be lost between the first cells"
+    )
     assert cli._status([*command, "--adaptive", "--cells", "9", "--dry-run"]) == 0
     assert capsys.readouterr().out.startswith("6 cells at first, at most 9,")
     for option in ("--target", "--cells"):
@@ -279,7 +321,9 @@ def test_the_command(
 def test_recorded_cells_make_a_good_policy_with_fewer_of_them() -> None:
     envs = measurements.load_envs([RECORDED / "dispatch.jsonl"])
     rows = [
-        r for r in measurements.load([RECORDED / "dispatch.jsonl"]) if r.cell.kind == "record" and r.cell.tokens == 4
+        r
+        for r in measurements.load([RECORDED / "dispatch.jsonl"])
+        if r.cell.kind == "record" and r.cell.tokens == 4
     ]
     found: dict[Cell, list[Measurement]] = {}
     for r in rows:
@@ -294,4 +338,9 @@ def test_recorded_cells_make_a_good_policy_with_fewer_of_them() -> None:
     policy, _ = fit.fit([r for r in rows if r.cell in set(taken)], envs, resamples=0)
     grid = fit.step_grid(rows)
     assert len(taken) <= len(cells)
-    assert regret.summarize(grid, regret.picks(grid, emit.load(emit.emit(policy)).ranked))["all"].geomean < 0.005
+    assert (
+        regret.summarize(grid, regret.picks(grid, emit.load(emit.emit(policy)).ranked))[
+            "all"
+        ].geomean
+        < 0.005
+    )

@@ -30,7 +30,12 @@ def test_the_certificate_of_the_floor_model() -> None:
     default = {"split": 1, "staging": "registers", "pdl": False, "threads": 256}
     before = emit.load(emit.emit(fit.fit(rows[: len(rows) // 2], synthetic.ENVS, resamples=0)[0]))
     policy, evidence = fit.fit(
-        rows, synthetic.ENVS, held_out=held_out(), in_force=before, default_schedule=default, resamples=40
+        rows,
+        synthetic.ENVS,
+        held_out=held_out(),
+        in_force=before,
+        default_schedule=default,
+        resamples=40,
     )
     found = evidence.certificate
     assert found is not None
@@ -39,7 +44,13 @@ def test_the_certificate_of_the_floor_model() -> None:
     assert found.regret["all"].geomean <= found.bounds["geomean"]
     assert found.regret["all"].max <= found.bounds["max"] * 1.1
     assert found.bounds["geomean"] <= found.bounds["p99"] <= found.bounds["max"]
-    others = {"only KdaSplit", "only stock", "default schedule", "policy before", "nearest measured cell's fastest"}
+    others = {
+        "only KdaSplit",
+        "only stock",
+        "default schedule",
+        "policy before",
+        "nearest measured cell's fastest",
+    }
     assert set(found.baselines) == others | {"thresholds and schedules"}
     assert found.baselines["default schedule"].geomean > found.regret["all"].geomean
     text = emit.emit(policy, evidence)
@@ -49,14 +60,17 @@ def test_the_certificate_of_the_floor_model() -> None:
 
 
 def test_the_bounds_cover_fresh_validations() -> None:
-    """Of 20 validations with noise of their own, at most a few have more regret than the bound of another."""
+    """Of 20 validations with noise of their own, at most a few have more regret than the bound of
+    another."""
     policy, _ = fit.fit(list(synthetic.measurements(noise=0.01)), synthetic.ENVS, resamples=0)
     ranked = emit.load(emit.emit(policy)).ranked
     figures = []
     for seed in range(20):
         grid = regret.make_grid(
             measurement(r.cell, r.candidate, r.samples_us, r.process)
-            for r in synthetic.measurements([r.cell for r in held_out()[:: 9 * 3]], noise=0.01, seed=seed)
+            for r in synthetic.measurements(
+                [r.cell for r in held_out()[:: 9 * 3]], noise=0.01, seed=seed
+            )
         )
         found = certificate.certify(grid, ranked, {}, 40, 0)
         assert found is not None
@@ -80,7 +94,11 @@ def test_held_out_cells_take_no_part() -> None:
 def pair(us: tuple[float, float], requests: int = 1, processes: int = 3) -> list[Measurement]:
     """A decode cell: stock, KdaSplit."""
     cell = Cell("decode", requests, 12)
-    return [measurement(cell, c, [t], p) for c, t in zip((STOCK, split(1)), us, strict=True) for p in range(processes)]
+    return [
+        measurement(cell, c, [t], p)
+        for c, t in zip((STOCK, split(1)), us, strict=True)
+        for p in range(processes)
+    ]
 
 
 def test_the_policy_in_force_stays_unless_a_new_one_wins() -> None:
@@ -102,7 +120,8 @@ def test_the_policy_in_force_stays_unless_a_new_one_wins() -> None:
     assert fitted(pair((1.0008, 1.0))) == "stock"  # 0.08 %
     # Ten per cent, but one process in three says the contrary.
     noisy = [
-        replace(r, samples_us=(1.0 if (r.candidate == STOCK) == (r.process == 0) else 1.1,)) for r in pair((1.0, 1.0))
+        replace(r, samples_us=(1.0 if (r.candidate == STOCK) == (r.process == 0) else 1.1,))
+        for r in pair((1.0, 1.0))
     ]
     assert fitted(noisy) == "stock"
     # What the old one picks was not measured again.
@@ -113,13 +132,18 @@ def test_the_policy_in_force_stays_unless_a_new_one_wins() -> None:
 def test_resampled_noise_changes_nothing() -> None:
     """Nineteen of twenty fits of the same device keep the constants in force."""
     some = synthetic.cells(["decode"])
-    policy, _ = fit.fit(list(synthetic.measurements(some, noise=0.005)), synthetic.ENVS, resamples=0)
+    policy, _ = fit.fit(
+        list(synthetic.measurements(some, noise=0.005)), synthetic.ENVS, resamples=0
+    )
     module = emit.load(emit.emit(policy))
     kept = 0
     for seed in range(1, 21):
         rows = list(synthetic.measurements(some, noise=0.005, seed=seed))
         again, _ = fit.fit(rows, synthetic.ENVS, in_force=module, resamples=10)
-        kept += all(getattr(again, name) == getattr(policy, name) for name in ("choices", "schedule", *RULES))
+        kept += all(
+            getattr(again, name) == getattr(policy, name)
+            for name in ("choices", "schedule", *RULES)
+        )
     assert kept >= 19
 
 
@@ -143,10 +167,14 @@ def test_the_module_of_other_records_comes_before(tmp_path: Path) -> None:
     (tmp_path / "policy.py").write_text(second.module)
     assert emit.regenerate(tmp_path).module == second.module
     # Held-out cells are certified.
-    measurements.dump(list(synthetic.measurements([Cell("decode", 3, 24)])), tmp_path / "holdout.jsonl")
+    measurements.dump(
+        list(synthetic.measurements([Cell("decode", 3, 24)])), tmp_path / "holdout.jsonl"
+    )
     assert "# certificate: regret on 1 held-out cells" in emit.regenerate(tmp_path).module
     emit.previous_path(tmp_path).write_text("# Generated by kdabench\n1 / 0\n")
-    with pytest.raises(measurements.MeasurementError, match=r"previous\.py: not a policy module: ZeroDivisionError"):
+    with pytest.raises(
+        measurements.MeasurementError, match=r"previous\.py: not a policy module: ZeroDivisionError"
+    ):
         emit.regenerate(tmp_path)
 
 
@@ -173,7 +201,8 @@ def test_the_held_out_sweep_measures_what_a_policy_may_pick() -> None:
 
     assert variants.NAMES
     dispatch, others = (
-        sweep.load(ROOT / "sweeps" / f"{n}.toml", known_options(), 132) for n in ("dispatch", "holdout")
+        sweep.load(ROOT / "sweeps" / f"{n}.toml", known_options(), 132)
+        for n in ("dispatch", "holdout")
     )
     assert set(others.candidates) >= {c for c in dispatch.candidates if c.variant != "KdaCommit"}
     assert not set(others.cells) & set(dispatch.cells)
@@ -188,7 +217,8 @@ def test_the_held_out_sweep_measures_what_a_policy_may_pick() -> None:
 
 
 def test_many_records_take_seconds() -> None:
-    """The fit of records already loaded, with intervals; a hundred thousand take about five times as long."""
+    """The fit of records already loaded, with intervals; a hundred thousand take about five times
+    as long."""
     cells = [
         Cell(kind, requests, heads, tokens)  # type: ignore[arg-type]
         for kind, tokens in (("decode", 1), ("record", 4), ("spec", 4))

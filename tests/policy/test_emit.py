@@ -75,9 +75,15 @@ RULES: dict[str, Any] = {
         ((24, 125, 4, "replay"), "KdaFusedWS", None, "FUSED_WS_ITEMS", False),
     ],
 )
-def test_the_decision_list(key: tuple[Any, ...], variant: str, split: int | None, rule: str, flush: bool) -> None:
+def test_the_decision_list(
+    key: tuple[Any, ...], variant: str, split: int | None, rule: str, flush: bool
+) -> None:
     found = module(**RULES).explain(*key)
-    assert (found.choice.variant, found.choice.options.get("split"), found.rule) == (variant, split, rule)
+    assert (found.choice.variant, found.choice.options.get("split"), found.rule) == (
+        variant,
+        split,
+        rule,
+    )
     assert found.choice.flush is flush
     assert "pdl" in found.choice.options
     assert module(**RULES).choose(*key) == found.choice
@@ -92,8 +98,20 @@ def test_ranked_choices_end_with_stock() -> None:
     assert variants(12, 1, 1, "decode") == ["KdaSplit", "stock"]
     assert variants(12, 334, 1, "decode") == ["KdaWS", "KdaStream", "KdaWide", "KdaSplit", "stock"]
     assert variants(12, 59, 4, "spec") == ["stock", "KdaSplit", "stock"]
-    assert variants(24, 125, 4, "replay") == ["KdaFusedWS", "KdaFused", "KdaWide", "KdaSplit", "stock"]
-    assert [c.flush for c in module(**RULES).ranked(24, 125, 4, "replay")] == [False, False, True, True, True]
+    assert variants(24, 125, 4, "replay") == [
+        "KdaFusedWS",
+        "KdaFused",
+        "KdaWide",
+        "KdaSplit",
+        "stock",
+    ]
+    assert [c.flush for c in module(**RULES).ranked(24, 125, 4, "replay")] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
 def test_what_cannot_stream_is_not_streamed() -> None:
@@ -106,22 +124,44 @@ def test_what_cannot_stream_is_not_streamed() -> None:
 def test_replays_and_splits() -> None:
     rules = module(**RULES)
     assert [rules.replays(12, r) for r in (41, 42)] == [False, True]
-    assert [rules.replays(12, 1, fused) for fused in (12, 13, {12: 12}, {24: 1})] == [True, False, True, False]
-    assert [module(fused_split={1: 8, 50: 2}).fused_split(items) for items in (1, 49, 50, 10**6)] == [8, 8, 2, 2]
+    assert [rules.replays(12, 1, fused) for fused in (12, 13, {12: 12}, {24: 1})] == [
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert [
+        module(fused_split={1: 8, 50: 2}).fused_split(items) for items in (1, 49, 50, 10**6)
+    ] == [8, 8, 2, 2]
     assert module(fused_items={12: None}, fused_default_items=1).replays(12, 1) is False
-    assert [rules.fused_split(items) for items in (1, 25, 26, 50, 51, 100, 101, 10**6)] == [8, 8, 4, 4, 2, 2, 1, 1]
+    assert [rules.fused_split(items) for items in (1, 25, 26, 50, 51, 100, 101, 10**6)] == [
+        8,
+        8,
+        4,
+        4,
+        2,
+        2,
+        1,
+        1,
+    ]
     never = module()
     assert not never.replays(12, 10**6)
     assert never.choose(12, 10**6, 4, "replay").flush
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(1, 500), min_size=1, max_size=8, unique=True), st.integers(1, 2000), st.integers(1, 60))
+@given(
+    st.lists(st.integers(1, 500), min_size=1, max_size=8, unique=True),
+    st.integers(1, 2000),
+    st.integers(1, 60),
+)
 def test_the_nearest_entry_by_ratio(listed: list[int], target: int, scale: int) -> None:
     listed.sort()
     ratios = [max(v * scale / target, target / (v * scale)) for v in listed]
     best = min(ratios)
-    assert CLOSEST(listed, target, scale) in [v for v, r in zip(listed, ratios, strict=True) if r <= best * (1 + 1e-12)]
+    assert CLOSEST(listed, target, scale) in [
+        v for v, r in zip(listed, ratios, strict=True) if r <= best * (1 + 1e-12)
+    ]
 
 
 def test_unlisted_keys_take_the_nearest() -> None:
@@ -141,7 +181,11 @@ def test_unlisted_keys_take_the_nearest() -> None:
 def test_explain_says_where_a_key_lies() -> None:
     explain = module().explain
     assert explain(12, 1, 1, "decode")[2:] == (1.5, "measured", "measured")
-    assert explain(12, 10, 1, "decode")[2:] == (None, "measured", "measured, no other variant to compare")
+    assert explain(12, 10, 1, "decode")[2:] == (
+        None,
+        "measured",
+        "measured, no other variant to compare",
+    )
     assert explain(12, 99, 1, "decode")[3:] == (
         "interpolated", "interpolated; nearest measured: 12 heads, 100 requests, 1 tokens")  # fmt: skip
     outside = [(12, 101, 1, "decode"), (12, 1000, 1, "decode"), (11, 2, 1, "decode"), (49, 2, 1, "decode"),
@@ -177,7 +221,9 @@ def _with_windows() -> ModuleType:
 
 
 @settings(deadline=None)
-@given(st.integers(1, 200) | st.just(10**20), st.integers(1, 200) | st.just(10**20), st.integers(2, 8))
+@given(
+    st.integers(1, 200) | st.just(10**20), st.integers(1, 200) | st.just(10**20), st.integers(2, 8)
+)
 def test_the_entry_is_the_nearest_one(heads: int, requests: int, tokens: int) -> None:
     found = _with_windows()
     table = found.WINDOW_SCHEDULE["record", 2 if tokens <= 4 else 8]
@@ -187,7 +233,9 @@ def test_the_entry_is_the_nearest_one(heads: int, requests: int, tokens: int) ->
 
 
 def test_options_of_the_step() -> None:
-    options = {"KdaWide": {("record", 2): {"pdl": True, "threads": 512}, ("record", 8): {"pdl": False}}}
+    options = {
+        "KdaWide": {("record", 2): {"pdl": True, "threads": 512}, ("record", 8): {"pdl": False}}
+    }
     found = module(**RULES, step_options=options)
     shown = [found.choose(12, 84, tokens, "record").options for tokens in (2, 4, 5, 8)]
     assert shown == [options["KdaWide"]["record", t] for t in (2, 2, 8, 8)]
@@ -207,7 +255,9 @@ def test_counts_below_one_are_refused(bad: Any, place: int) -> None:
             function(*key, "record")
 
 
-@pytest.mark.parametrize("bad", [1.0, True, False, "1", None, np.float32(1), np.bool_(True), [1], 1j, float("nan")])
+@pytest.mark.parametrize(
+    "bad", [1.0, True, False, "1", None, np.float32(1), np.bool_(True), [1], 1j, float("nan")]
+)
 @pytest.mark.parametrize("place", range(3))
 def test_what_is_no_integer_is_refused(bad: Any, place: int) -> None:
     choose = module().choose
@@ -223,11 +273,14 @@ def test_integers_of_other_kinds_are_taken() -> None:
 
     choose = module().choose
     for make_int in (np.int8, np.uint64, np.array, torch.tensor):
-        assert choose(make_int(12), make_int(1), make_int(4), "record") == choose(12, 1, 4, "record")
+        assert choose(make_int(12), make_int(1), make_int(4), "record") == choose(
+            12, 1, 4, "record"
+        )
 
 
 @pytest.mark.parametrize(
-    ("tokens", "kind"), [(2, "decode"), (1, "spec"), (9, "record"), (1, "replay"), (4, "commit"), (4, ""), (4, None)]
+    ("tokens", "kind"),
+    [(2, "decode"), (1, "spec"), (9, "record"), (1, "replay"), (4, "commit"), (4, ""), (4, None)],
 )
 def test_steps_that_do_not_exist_are_refused(tokens: int, kind: Any) -> None:
     with pytest.raises(ValueError, match=r"takes|is not one of"):
@@ -266,7 +319,10 @@ def test_same_records_same_bytes(fitted: tuple[Policy, str]) -> None:
 
 def test_header(fitted: tuple[Policy, str]) -> None:
     lines = fitted[1].splitlines()
-    assert lines[:2] == ["# Generated by kdabench; do not edit. Regenerate:", "#   kdabench emit synthetic-one"]
+    assert lines[:2] == [
+        "# Generated by kdabench; do not edit. Regenerate:",
+        "#   kdabench emit synthetic-one",
+    ]
     assert lines[2].startswith("# records sha256 ")
     assert lines[3] == "# 1350 ok of 1350; SYNTHETIC ONE (100 SMs)"
     assert "# certificate: none" in fitted[1]
@@ -278,7 +334,9 @@ def test_header(fitted: tuple[Policy, str]) -> None:
 def test_first_choices_come_without_the_list(fitted: tuple[Policy, str]) -> None:
     found = emit.load(fitted[1])
     for kind, tokens in (("decode", 1), ("record", 3), ("spec", 8), ("replay", 2)):
-        for key in ((heads, requests, tokens, kind) for heads in (1, 12, 50) for requests in (1, 9, 1000)):
+        for key in (
+            (heads, requests, tokens, kind) for heads in (1, 12, 50) for requests in (1, 9, 1000)
+        ):
             assert found.choose(*key) == found.ranked(*key)[0] == found.explain(*key).choice
 
 
@@ -297,12 +355,21 @@ def test_generated_modules_are_clean(tmp_path: Path, fitted: tuple[Policy, str])
     empty = make(schedule={}, spec_schedule={}, policies={}, options={}, measured=nothing)
     texts = {"fitted": fitted[1], "rules": emit.emit(make(**RULES)), "empty": emit.emit(empty)}
     long = {f"option_{i}": "x" * 20 for i in range(5)}
-    step_options = {"KdaWS": {("record", 2): long, ("decode", 1): {"pdl": True}}, "KdaWide": {("spec", 4): long}}
-    texts["windows"] = emit.emit(make(**RULES | windows(), step_options=step_options, schedule={6: {1: long}}))
-    texts["heads"] = emit.emit(make(**RULES | {"fused_items": {heads: 100 + heads for heads in range(4, 100, 8)}}))
+    step_options = {
+        "KdaWS": {("record", 2): long, ("decode", 1): {"pdl": True}},
+        "KdaWide": {("spec", 4): long},
+    }
+    texts["windows"] = emit.emit(
+        make(**RULES | windows(), step_options=step_options, schedule={6: {1: long}})
+    )
+    texts["heads"] = emit.emit(
+        make(**RULES | {"fused_items": {heads: 100 + heads for heads in range(4, 100, 8)}})
+    )
     texts["long"] = emit.emit(make(options={"stock": long, "KdaWS": {}}, **windows()))
     for i, name in enumerate(n for n in AWKWARD if len(n) < 100):
-        texts[f"name{i}"] = emit.emit(make(origin=constants.Origin(**vars(make().origin) | {"device": name})))
+        texts[f"name{i}"] = emit.emit(
+            make(origin=constants.Origin(**vars(make().origin) | {"device": name}))
+        )
     for name, text in texts.items():
         (tmp_path / f"{name}.py").write_text(text)
     config = ("--config", str(ROOT / "pyproject.toml"), "--no-cache")
@@ -311,11 +378,15 @@ def test_generated_modules_are_clean(tmp_path: Path, fitted: tuple[Policy, str])
         ["ruff", "format", "--check", "--diff", *config],
         ["mypy", "--strict", "--config-file=", "--no-incremental"],
     ):
-        done = subprocess.run([sys.executable, "-m", *command, str(tmp_path)], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-m", *command, str(tmp_path)], capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_modules_need_the_standard_library_alone(tmp_path: Path, fitted: tuple[Policy, str]) -> None:
+def test_modules_need_the_standard_library_alone(
+    tmp_path: Path, fitted: tuple[Policy, str]
+) -> None:
     (tmp_path / "policy.py").write_text(fitted[1])
     code = "import policy; print(policy.choose(12, 1, 4, 'record').variant)"
     done = subprocess.run([sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, '.'); {code}"],
@@ -323,7 +394,15 @@ def test_modules_need_the_standard_library_alone(tmp_path: Path, fitted: tuple[P
     assert done.stdout == "KdaSplit\n", done.stderr
 
 
-CONSTANTS = ("CHOICES", "SCHEDULE", "SPEC_SCHEDULE", "WINDOW_SCHEDULE", "POLICIES", "OPTIONS", "STEP_OPTIONS")
+CONSTANTS = (
+    "CHOICES",
+    "SCHEDULE",
+    "SPEC_SCHEDULE",
+    "WINDOW_SCHEDULE",
+    "POLICIES",
+    "OPTIONS",
+    "STEP_OPTIONS",
+)
 
 
 def test_constants_can_be_copied(fitted: tuple[Policy, str]) -> None:
@@ -346,14 +425,18 @@ def test_json_says_the_same(fitted: tuple[Policy, str]) -> None:
     assert found["SCHEDULE"]["12"]["1"] == whole.SCHEDULE[12][1]
     variant, options = whole.CHOICES["decode", 1][12][1]
     assert found["CHOICES"]["decode,1"]["12"]["1"] == {"variant": variant, "options": options}
-    assert found["WINDOW_SCHEDULE"]["record,8"]["12"]["1"] == whole.WINDOW_SCHEDULE["record", 8][12][1]
+    assert (
+        found["WINDOW_SCHEDULE"]["record,8"]["12"]["1"] == whole.WINDOW_SCHEDULE["record", 8][12][1]
+    )
     assert found["POLICIES"]["12"]["4,8"] == list(whole.POLICIES[12][4, 8])
 
 
 def publish(tmp_path: Path) -> tuple[Path, Path, Path]:
     results, modules = tmp_path / "results", tmp_path / "policies"
     folder = results / "synthetic-one"
-    measurements.dump(synthetic.measurements(synthetic.cells(["decode"])), folder / "dispatch.jsonl")
+    measurements.dump(
+        synthetic.measurements(synthetic.cells(["decode"])), folder / "dispatch.jsonl"
+    )
     (folder / "env.json").write_text(json.dumps(synthetic.ENVS))
     modules.mkdir()
     (modules / "__init__.py").write_text("# Generated by kdabench too, but no policy\n")
@@ -375,7 +458,9 @@ def test_check_finds_what_is_stale(tmp_path: Path) -> None:
     assert "+SMS = 100\n" in stale.diff
     (folder / "policy.py").write_text(text)
     (modules / "gone.py").write_text(text)
-    assert [(s.path.name, s.repair) for s in emit.check(results, modules)] == [("gone.py", f"rm {modules / 'gone.py'}")]
+    assert [(s.path.name, s.repair) for s in emit.check(results, modules)] == [
+        ("gone.py", f"rm {modules / 'gone.py'}")
+    ]
 
 
 def test_weights_beside_the_records_count(tmp_path: Path) -> None:
@@ -383,7 +468,9 @@ def test_weights_beside_the_records_count(tmp_path: Path) -> None:
     (folder / "weights.json").write_text('{"1": 5, "256": 0.5}')
     assert emit.check(results, modules)
     (folder / "weights.json").write_text('{"one": 5}')
-    with pytest.raises(measurements.MeasurementError, match=r"weights\.json: an object of request counts"):
+    with pytest.raises(
+        measurements.MeasurementError, match=r"weights\.json: an object of request counts"
+    ):
         emit.regenerate(folder)
     (folder / "weights.json").unlink()
     measurements.dump([synthetic.measurement(Cell("decode", 1, 12, context="chain"), synthetic.STOCK, [1.0])],
@@ -394,4 +481,7 @@ def test_weights_beside_the_records_count(tmp_path: Path) -> None:
 
 def test_diff() -> None:
     assert emit.diff("a\n", "a\n") == ""
-    assert emit.diff("a\n", "b\n").splitlines()[:2] == ["--- policy.py (old)", "+++ policy.py (new)"]
+    assert emit.diff("a\n", "b\n").splitlines()[:2] == [
+        "--- policy.py (old)",
+        "+++ policy.py (new)",
+    ]

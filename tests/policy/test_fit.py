@@ -50,14 +50,18 @@ def random_times(seed: int, failures: float = 0.0, others: Sequence[Candidate] =
 
 
 def brute_force(times: Times, kind: str, rules: Mapping[str, Candidate]) -> float:
-    """The least cost over all thresholds of a kind, and a schedule of its own for each cell, by plain loops.
+    """The least cost over all thresholds of a kind, and a schedule of its own for each cell, by
+    plain loops.
 
-    rules  threshold -> variant; the first whose threshold is reached and that has a time takes a cell, else KdaSplit,
-           else stock
+    rules  threshold -> variant; the first whose threshold is reached and that has a time takes a
+           cell, else KdaSplit, else stock
     """
     cells = {cell for cell, _ in times if cell.kind == kind}
     best = {cell: min(us for (c, _), us in times.items() if c == cell) for cell in cells}
-    split_us = {cell: min((times[cell, s] for s in SPLITS if (cell, s) in times), default=None) for cell in cells}
+    split_us = {
+        cell: min((times[cell, s] for s in SPLITS if (cell, s) in times), default=None)
+        for cell in cells
+    }
     ends = [*sorted({cell.items for cell in cells}), 10**9]
     islands = [(0, 0)]
     if kind == "record" and "ws_items" in rules:
@@ -73,7 +77,14 @@ def brute_force(times: Times, kind: str, rules: Mapping[str, Candidate]) -> floa
                     for rule, candidate in rules.items()
                     if cell.items >= cuts[rule] or (rule == "ws_items" and low <= cell.items < high)
                 ]
-                us = next((us for us in (*took, split_us[cell], times.get((cell, STOCK))) if us is not None), None)
+                us = next(
+                    (
+                        us
+                        for us in (*took, split_us[cell], times.get((cell, STOCK)))
+                        if us is not None
+                    ),
+                    None,
+                )
                 total += 1e4 if us is None else math.log(us / best[cell])
             least = min(least, total)
     return least
@@ -90,7 +101,8 @@ LADDERS = {
 @pytest.mark.parametrize("failures", [0.0, 0.15])
 @pytest.mark.parametrize("rules", list(LADDERS.values()), ids=list(LADDERS))
 def test_the_search_is_exact(seed: int, failures: float, rules: dict[str, Candidate]) -> None:
-    """And the policy's thresholds cost what they say, through the emitted module, within the band of settled ties."""
+    """And the policy's thresholds cost what they say, through the emitted module, within the band
+    of settled ties."""
     times = random_times(seed, failures, [c for c in rules.values() if c != STOCK])
     grid = regret.make_grid(measurements_of(times))
     found = replace(run(measurements_of(times))[0], choices={})
@@ -121,22 +133,31 @@ def test_the_shared_table_is_the_best_one(seed: int, failures: float) -> None:
     found = replace(found, choices={})
     grid = regret.make_grid(measurements_of(times))
     picked = regret.picks(grid, emit.load(emit.emit(found)).ranked)
-    stocked = {cell for cell, i in zip(grid.cells, picked, strict=True) if grid.candidates[i] == STOCK}
+    stocked = {
+        cell for cell, i in zip(grid.cells, picked, strict=True) if grid.candidates[i] == STOCK
+    }
     windows = {cell for cell, _ in times if cell.kind != "decode"}
     for heads, requests in {(c.heads, c.requests) for c in windows}:
         group = [c for c in windows if (c.heads, c.requests) == (heads, requests)]
         group = [c for c in group if any((c, s) in times for s in SPLITS)]
         served = [c for c in group if c not in stocked] or group
-        cost = {s: sum(math.log(times[c, s]) if (c, s) in times else 1e4 for c in served) for s in SPLITS}
+        cost = {
+            s: sum(math.log(times[c, s]) if (c, s) in times else 1e4 for c in served)
+            for s in SPLITS
+        }
         wanted = found.spec_schedule[heads][requests]
         mine = next(cost[s] for s in SPLITS if constants.with_pdl(s.options) == wanted)
         assert mine <= min(cost.values()) + len(served) * math.log1p(regret.TIE) + 1e-6
-    plain, shared = (evidence.baselines[name]["all"] for name in ("thresholds and schedules", "one window schedule"))
+    plain, shared = (
+        evidence.baselines[name]["all"]
+        for name in ("thresholds and schedules", "one window schedule")
+    )
     assert failures or shared.geomean > plain.geomean
 
 
 def test_thresholds_of_other_variants() -> None:
-    """KdaWS takes an island of records and the far end, KdaWide a stretch between; options by token count."""
+    """KdaWS takes an island of records and the far end, KdaWide a stretch between; options by token
+    count."""
     slow, fast = (Candidate.of("KdaWS", {"prologue": n}) for n in (4, 8))
     times: Times = {}
     for requests in (1, 2, 4, 8, 16, 32, 64, 128):
@@ -154,14 +175,22 @@ def test_thresholds_of_other_variants() -> None:
         "spec": None,
     }  # more than five per SM, nearest to the zero of log(3/6) .. log(3/2)
     assert (found.ws_small, found.ws_small_end) == (26, 62)
-    assert found.wide_items == {"decode": None, "record": 101, "spec": None}  # more than one item per SM
+    assert found.wide_items == {
+        "decode": None,
+        "record": 101,
+        "spec": None,
+    }  # more than one item per SM
     assert found.step_options["KdaWS"] == {
         ("record", 2): constants.with_pdl(slow.options), ("record", 4): constants.with_pdl(fast.options)}  # fmt: skip
-    assert evidence.regret["all"].max == evidence.baselines["thresholds and schedules"]["all"].max == 0
+    assert (
+        evidence.regret["all"].max == evidence.baselines["thresholds and schedules"]["all"].max == 0
+    )
     assert set(evidence.other_intervals) == {"ws_items", "ws_small", "ws_small_end", "wide_items"}
     module = emit.load(emit.emit(replace(found, choices={})))
     assert module.explain(10, 4, 4, "record").rule == "WS_SMALL"
-    assert module.choose(10, 128, 3, "record").options["prologue"] == 8  # of 2 and 4 the nearer one is 4
+    assert (
+        module.choose(10, 128, 3, "record").options["prologue"] == 8
+    )  # of 2 and 4 the nearer one is 4
     assert [module.wide(10, r, 4, True) for r in (10, 11)] == [False, True]
     assert not module.wide(10, 10**6, 4, False)
 
@@ -196,9 +225,18 @@ def test_a_cut_stays_inside_its_bracket(low: int, width: int, a: float, b: float
 
 @pytest.mark.parametrize(
     ("ratios", "first"),
-    [((-1, 1), 33), ((-0.133, -0.004), 40), ((0.004, 0.133), 27), ((-0.1, -0.1), 33), ((0, 0), 33), ((-3, 1), 36)],
+    [
+        ((-1, 1), 33),
+        ((-0.133, -0.004), 40),
+        ((0.004, 0.133), 27),
+        ((-0.1, -0.1), 33),
+        ((0, 0), 33),
+        ((-3, 1), 36),
+    ],
 )
-def test_a_change_lies_where_the_ratio_is_nearest_to_zero(ratios: tuple[float, float], first: int) -> None:
+def test_a_change_lies_where_the_ratio_is_nearest_to_zero(
+    ratios: tuple[float, float], first: int
+) -> None:
     """Between 26 and 40 items."""
     assert ladder.place_cut(26, 40, *ratios, None) == first
 
@@ -212,7 +250,10 @@ def test_magnitudes_decide_not_signs() -> None:
     """Stock wins five cells by 0.5 % and loses one by 30 %."""
     small = dict.fromkeys((1, 2, 4, 8, 16), (1.0, 1.005))
     assert run(line(small | {32: (1.3, 1.0)}))[0].stock_items["decode"] is None
-    assert run(line({1: (1.3, 1.0)} | {r * 2: us for r, us in small.items()}))[0].stock_items["decode"] is not None
+    assert (
+        run(line({1: (1.3, 1.0)} | {r * 2: us for r, us in small.items()}))[0].stock_items["decode"]
+        is not None
+    )
 
 
 def test_weights_decide() -> None:
@@ -230,7 +271,8 @@ def test_windows_have_schedules_of_their_own() -> None:
     found, evidence = run(measurements_of(times))
     assert found.spec_schedule == {12: {1: constants.with_pdl(split(2).options)}}
     assert found.window_schedule == {
-        ("record", tokens): {12: {1: constants.with_pdl(split(s).options)}} for tokens, s in ((2, 1), (4, 4), (8, 2))
+        ("record", tokens): {12: {1: constants.with_pdl(split(s).options)}}
+        for tokens, s in ((2, 1), (4, 4), (8, 2))
     }
     assert evidence.regret["all"].max == 0
     best = math.prod((1.0, 0.9, 1.0))
@@ -238,7 +280,15 @@ def test_windows_have_schedules_of_their_own() -> None:
     assert shared.geomean == pytest.approx((1.1 * 1.1 / best) ** (1 / 3) - 1)
     assert shared.worst == cells[1]
     module = emit.load(emit.emit(replace(found, choices={})))
-    assert [module.choose(12, 1, t, "record").options["split"] for t in (2, 3, 4, 5, 6, 7, 8)] == [1, 4, 4, 4, 2, 2, 2]
+    assert [module.choose(12, 1, t, "record").options["split"] for t in (2, 3, 4, 5, 6, 7, 8)] == [
+        1,
+        4,
+        4,
+        4,
+        2,
+        2,
+        2,
+    ]
     assert module.explain(12, 1, 3, "record").rule == "WINDOW_SCHEDULE"
     # A kind that was never measured.
     assert module.explain(12, 1, 4, "spec")[:2] == (module.Choice("KdaSplit", found.spec_schedule[12][1], False),
@@ -246,13 +296,22 @@ def test_windows_have_schedules_of_their_own() -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 2)), min_size=1, max_size=12, unique_by=lambda e: e[0]))
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 300), st.integers(0, 2)),
+        min_size=1,
+        max_size=12,
+        unique_by=lambda e: e[0],
+    )
+)
 def test_thinned_tables_say_the_same(entries: list[tuple[int, int]]) -> None:
     whole = {12: {requests: {"split": s} for requests, s in sorted(entries)}}
     thin = schedules.thinned(whole)
     assert len(thin[12]) <= len(whole[12])
     for heads, requests in itertools.product((12, 7), range(1, 320)):
-        near = [table[12][CLOSEST(tuple(table[12]), heads * requests, 12)] for table in (whole, thin)]
+        near = [
+            table[12][CLOSEST(tuple(table[12]), heads * requests, 12)] for table in (whole, thin)
+        ]
         assert near[0] == near[1]
 
 
@@ -260,7 +319,13 @@ def test_settle_prefers_few_changes_then_few_schedules() -> None:
     groups = [(12, 1), (12, 2), (12, 4), (24, 1), (24, 2)]
     assert schedules.settle(groups, [{0, 1}, {1, 2}, {1}, {2, 3}, {3}]) == [1, 1, 1, 3, 3]
     assert schedules.settle(groups, [{0}, {0, 1}, {1}, {0, 1, 5}, {1, 5}]) == [0, 1, 1, 1, 1]
-    assert schedules.settle(groups, [{2, 1}, set(), {1, 2}, set(), set()]) == [1, NOWHERE, 1, NOWHERE, NOWHERE]
+    assert schedules.settle(groups, [{2, 1}, set(), {1, 2}, set(), set()]) == [
+        1,
+        NOWHERE,
+        1,
+        NOWHERE,
+        NOWHERE,
+    ]
 
 
 @settings(max_examples=50, deadline=None)
@@ -275,7 +340,8 @@ def test_settle_changes_as_little_as_can_be(tied: list[set[int]]) -> None:
 
 
 def test_ties_of_schedules_are_steady_under_noise() -> None:
-    """Two schedules within the tie band, noise far below it: the same tables whichever happens to lead."""
+    """Two schedules within the tie band, noise far below it: the same tables whichever happens to
+    lead."""
     tables = []
     for seed in range(5):
         rng = random.Random(seed)
@@ -299,8 +365,14 @@ def refused() -> Iterator[tuple[str, list[Measurement]]]:
         yield message, [measurement(c, STOCK, [5.0]) for c in (cell, other)]
     yield "context: isolated", [measurement(replace(cell, context="isolated"), STOCK, [5.0])]
     yield "nothing to fit", []
-    yield "nothing to fit", [measurement(Cell("commit", 1, 12, 4, context="isolated"), STOCK, [5.0])]
-    yield "env: the records' environments are unknown", [measurement(cell, STOCK, [5.0], env="sha256:other")]
+    yield (
+        "nothing to fit",
+        [measurement(Cell("commit", 1, 12, 4, context="isolated"), STOCK, [5.0])],
+    )
+    yield (
+        "env: the records' environments are unknown",
+        [measurement(cell, STOCK, [5.0], env="sha256:other")],
+    )
     yield "binary of stock", [measurement(cell, STOCK, [5.0], i, code=f"{i}-0") for i in range(2)]
     yield "launch of stock", [measurement(cell, STOCK, [5.0], i, code=f"0-{i}") for i in range(2)]
 
@@ -317,7 +389,10 @@ def test_failures_never_win_and_are_counted() -> None:
     # Fastest by far in one process, but a failure in another: no time in this cell.
     rows += [measurement(cells[1], split(2), [0.1]), failed(cells[1], split(2), "fault", 1)]
     rows += [measurement(cells[1], c, [us]) for c, us in ((STOCK, 9.0), (split(1), 5.0))]
-    rows += [measurement(cells[2], STOCK, [9.0]), *(failed(cells[2], c) for c in (split(1), split(2)))]
+    rows += [
+        measurement(cells[2], STOCK, [9.0]),
+        *(failed(cells[2], c) for c in (split(1), split(2))),
+    ]
     found, evidence = run(rows)
     assert found.schedule == {12: {2: constants.with_pdl(split(1).options)}}
     assert evidence.without_winner == (cells[0],)
@@ -345,7 +420,10 @@ def test_a_single_variant_is_enough() -> None:
 
 def test_medians_of_processes_not_of_samples() -> None:
     cell = Cell("decode", 1, 12)
-    rows = [measurement(cell, STOCK, samples, i) for i, samples in enumerate([[1.0] * 9, [4.0, 2.0, 3.0], [5.0, 7.0]])]
+    rows = [
+        measurement(cell, STOCK, samples, i)
+        for i, samples in enumerate([[1.0] * 9, [4.0, 2.0, 3.0], [5.0, 7.0]])
+    ]
     assert math.exp(regret.make_grid(rows).log_us[0, 0]) == pytest.approx(3.0)
 
 
@@ -355,7 +433,13 @@ def test_evidence_of_the_floor_model() -> None:
     assert found.stock_items["decode"] is None
     assert found.stock_items["record"] is not None
     assert set(evidence.regret) == {"all", "decode", "record", "spec"}
-    ways = {"only stock", "only KdaSplit", "thresholds and schedules", "one window schedule", "default schedule"}
+    ways = {
+        "only stock",
+        "only KdaSplit",
+        "thresholds and schedules",
+        "one window schedule",
+        "default schedule",
+    }
     assert set(evidence.baselines) == ways
     assert evidence.best_single_variant == "only KdaSplit"
     assert evidence.regret["all"].geomean < 0.005
@@ -380,7 +464,9 @@ def test_intervals_of_thresholds() -> None:
         assert interval[0] * 0.7 <= cut <= interval[1] * 1.4
     assert evidence.intervals["decode"] == (None, None)
     assert run(rows, resamples=60)[1].intervals == evidence.intervals
-    assert set(run([r for r in rows if r.process == 0], resamples=60)[1].intervals.values()) == {None}
+    assert set(run([r for r in rows if r.process == 0], resamples=60)[1].intervals.values()) == {
+        None
+    }
 
 
 def test_flips_between_input_distributions() -> None:
@@ -403,20 +489,37 @@ def test_the_order_of_records_does_not_matter() -> None:
 def test_keys_name_pitch_and_gate_mode() -> None:
     modes = [Candidate.of("KdaSplit", {"split": 1, "gate_mode": m}) for m in (0, 2)]
     cells = [Cell("decode", 1, 12), Cell("record", 1, 24, 4)]
-    times = {(cells[0], modes[0]): 2.0, (cells[0], modes[1]): 1.0, (cells[1], modes[0]): 1.0, (cells[1], modes[1]): 2.0}
-    assert run(measurements_of(times))[0].policies == {12: {(1, 1): (6288, 2)}, 24: {(1, 4): (12448, 0)}}
+    times = {
+        (cells[0], modes[0]): 2.0,
+        (cells[0], modes[1]): 1.0,
+        (cells[1], modes[0]): 1.0,
+        (cells[1], modes[1]): 2.0,
+    }
+    assert run(measurements_of(times))[0].policies == {
+        12: {(1, 1): (6288, 2)},
+        24: {(1, 4): (12448, 0)},
+    }
 
 
 def test_gate_mode_of_the_schedule_that_is_picked() -> None:
-    """Per token count, and of kind record where both kinds have a schedule; of all counts of requests there are."""
+    """Per token count, and of kind record where both kinds have a schedule; of all counts of
+    requests there are."""
     modes = [Candidate.of("KdaSplit", {"split": 1, "gate_mode": m}) for m in (0, 2)]
     fastest = {Cell("record", 1, 12, 2): 2, Cell("record", 1, 12, 4): 0, Cell("spec", 1, 12, 4): 2,
                Cell("spec", 1, 12, 8): 2, Cell("record", 9, 12, 4): 0}  # fmt: skip
-    times = {(cell, c): 1.0 if c.options["gate_mode"] == mode else 2.0 for cell, mode in fastest.items() for c in modes}
+    times = {
+        (cell, c): 1.0 if c.options["gate_mode"] == mode else 2.0
+        for cell, mode in fastest.items()
+        for c in modes
+    }
     keys = run(measurements_of(times))[0].policies[12]
     # At 9 requests 2 tokens are off from 4 as much as at one.
     modes_of = {2: (2, 2), 4: (0, 0), 8: (2, 2)}
-    assert keys == {(r, q): (6288, mode) for q, pair in modes_of.items() for r, mode in zip((1, 9), pair, strict=True)}
+    assert keys == {
+        (r, q): (6288, mode)
+        for q, pair in modes_of.items()
+        for r, mode in zip((1, 9), pair, strict=True)
+    }
 
 
 def thresholds_alone(rows: Sequence[Measurement]) -> tuple[regret.Grid, Any, regret.Ints]:
@@ -426,16 +529,21 @@ def thresholds_alone(rows: Sequence[Measurement]) -> tuple[regret.Grid, Any, reg
 
 
 def test_where_a_policy_loses_to_the_default_schedule() -> None:
-    """Thresholds alone can do that: here stock takes all that is large, for the sake of one cell."""
+    """Thresholds alone can do that: here stock takes all that is large, for the sake of one
+    cell."""
     rows = line({1: (9, 5), 2: (9, 5), 4: (9, 2), 8: (1, 1.02), 16: (1, 9), 32: (1.03, 1)})
     assert run(rows)[1].slower_than_default is None
-    assert run(rows, default_schedule={**split(1).options, "threads": 256})[1].slower_than_default == ()
+    assert (
+        run(rows, default_schedule={**split(1).options, "threads": 256})[1].slower_than_default
+        == ()
+    )
     grid, _, picked = thresholds_alone(rows)
     assert regret.slower_than(grid, picked, 0) == ((Cell("decode", 32, 10), pytest.approx(0.03)),)
 
 
 def test_cliffs() -> None:
-    # At 2 requests nothing avoids it. At 8 stock would; but KdaSplit is what is faster later, so its table is to blame.
+    # At 2 requests nothing avoids it. At 8 stock would; but KdaSplit is what is faster later, so
+    # its table is to blame.
     rows = line({1: (9, 1), 2: (9, 5), 4: (9, 2.0), 8: (1.9, 2.4), 16: (9, 2), 32: (2.3, 9)})
     grid, module, picked = thresholds_alone(rows)
     (cliff,) = regret.find_cliffs(grid, picked, module.explain)
@@ -448,7 +556,9 @@ def test_cliffs() -> None:
 
 
 def test_a_threshold_that_comes_too_late_is_blamed() -> None:
-    grid, module, picked = thresholds_alone(line({1: (9, 1), 2: (1.0, 1.5), 4: (9, 1.2), 8: (1.1, 9)}))
+    grid, module, picked = thresholds_alone(
+        line({1: (9, 1), 2: (1.0, 1.5), 4: (9, 1.2), 8: (1.1, 9)})
+    )
     # Nothing avoids the one at 4 requests.
     cliffs = regret.find_cliffs(grid, picked, module.explain)
     assert [(c.cell.requests, c.faster.requests, c.rule) for c in cliffs] == [(2, 8, "STOCK_ITEMS")]
@@ -467,11 +577,17 @@ def test_heads_that_always_stream() -> None:
     times: Times = {}
     for heads, requests in itertools.product((12, 48, 96), (1, 4, 16, 64)):
         cell = Cell("record", requests, heads, 4)
-        times |= {(cell, split(1)): 2.0, (cell, stream): 1.0 if heads >= 48 or cell.items >= 500 else 3.0}
+        times |= {
+            (cell, split(1)): 2.0,
+            (cell, stream): 1.0 if heads >= 48 or cell.items >= 500 else 3.0,
+        }
     found, evidence = run(measurements_of(times))
     assert found.stream_heads == 48
     assert found.stream_items["record"] is not None
     plain = emit.load(emit.emit(replace(found, choices={})))
-    assert [plain.explain(h, 1, 4, "record").rule for h in (12, 48)] == ["WINDOW_SCHEDULE", "STREAM_HEADS"]
+    assert [plain.explain(h, 1, 4, "record").rule for h in (12, 48)] == [
+        "WINDOW_SCHEDULE",
+        "STREAM_HEADS",
+    ]
     assert evidence.baselines["thresholds and schedules"]["all"].max == 0
     assert evidence.other_intervals["stream_heads"] == {"record": None}

@@ -26,7 +26,13 @@ def replay_cell(requests: int, heads: int, tokens: int = 4, **changes: Any) -> C
 
 
 def flush_cell(requests: int, heads: int, tokens: int = 4, **changes: Any) -> Cell:
-    return Cell("flush", requests, heads, tokens, **{"layers": 69, "pending": "mix", "context": "isolated"} | changes)
+    return Cell(
+        "flush",
+        requests,
+        heads,
+        tokens,
+        **{"layers": 69, "pending": "mix", "context": "isolated"} | changes,
+    )
 
 
 def rows_of(
@@ -35,7 +41,8 @@ def rows_of(
     heads: Sequence[int] = (12, 96),
     requests: Sequence[int] = (1, 4, 16, 64, 256),
 ) -> list[Measurement]:
-    """Records that take 5 us each, replays of the same steps, and flushes of 69 layers, flush_us a layer."""
+    """Records that take 5 us each, replays of the same steps, and flushes of 69 layers, flush_us a
+    layer."""
     rows = []
     for h, r in itertools.product(heads, requests):
         rows.append(measurement(Cell("record", r, h, 4), split(1), [5.0]))
@@ -51,7 +58,8 @@ def run(rows: Sequence[Measurement]) -> tuple[Policy, Evidence]:
 
 
 def forms_us(cell: Cell, candidate: Candidate) -> float:
-    """split 4 wins up to 48 items, 1 up to 3072, streaming above; 96 heads are slower than a flush up to 400 items."""
+    """split 4 wins up to 48 items, 1 up to 3072, streaming above; 96 heads are slower than a flush
+    up to 400 items."""
     base = 9.0 if cell.heads == 96 and cell.items < 400 else 6.0
     if candidate == FUSED_WS:
         return base * (0.8 if cell.items > 4000 else 1.5)
@@ -71,7 +79,11 @@ def test_whole_steps_are_compared() -> None:
     assert 48 < list(found.fused_split)[1] <= 96
     module = emit.load(emit.emit(found))
     assert [module.replays(96, r) for r in (4, 16)] == [False, True]
-    assert [module.choose(96, r, 4, "replay").variant for r in (4, 16, 256)] == ["KdaSplit", "KdaFused", "KdaFusedWS"]
+    assert [module.choose(96, r, 4, "replay").variant for r in (4, 16, 256)] == [
+        "KdaSplit",
+        "KdaFused",
+        "KdaFusedWS",
+    ]
     assert [module.choose(96, r, 4, "replay").flush for r in (4, 16)] == [True, False]
     assert module.choose(12, 1, 4, "replay").options["split"] == 4
     assert module.choose(12, 256, 4, "replay").options["split"] == 1
@@ -97,12 +109,18 @@ def test_the_threshold_is_the_best_one(seed: int) -> None:
     rng = random.Random(seed)
     replayed = {(h, r): math.exp(rng.gauss(2, 0.3)) for h in (12, 96) for r in (1, 4, 16, 64, 256)}
     flushed = {key: math.exp(rng.gauss(1, 0.3)) for key in replayed}
-    rows = rows_of(lambda cell, _: replayed[cell.heads, cell.requests], lambda c: flushed[c.heads, c.requests])
+    rows = rows_of(
+        lambda cell, _: replayed[cell.heads, cell.requests], lambda c: flushed[c.heads, c.requests]
+    )
     module = emit.load(emit.emit(run(rows)[0]))
     for heads in (12, 96):
         ratios = [math.log((flushed[h, r] + 5) / replayed[h, r]) for h, r in replayed if h == heads]
         best = max(sum(ratios[n:]) for n in range(len(ratios) + 1))
-        mine = sum(ratio for ratio, r in zip(ratios, (1, 4, 16, 64, 256), strict=True) if module.replays(heads, r))
+        mine = sum(
+            ratio
+            for ratio, r in zip(ratios, (1, 4, 16, 64, 256), strict=True)
+            if module.replays(heads, r)
+        )
         assert mine == pytest.approx(best)
 
 
@@ -126,7 +144,9 @@ def test_without_flushes_what_was_measured_replays() -> None:
 
 def flushes(*points: tuple[Cell, float]) -> Any:
     grid = fit.step_grid([measurement(replay_cell(1, 12), FUSED[1], [5.0])])
-    return replay_or_flush._FlushTimes.of([measurement(cell, COMMIT, [us]) for cell, us in points], grid).us
+    return replay_or_flush._FlushTimes.of(
+        [measurement(cell, COMMIT, [us]) for cell, us in points], grid
+    ).us
 
 
 def test_a_layers_share_of_the_launch_with_most_layers() -> None:
@@ -138,7 +158,9 @@ def test_a_layers_share_of_the_launch_with_most_layers() -> None:
 
 
 def test_between_flushes_it_is_interpolated() -> None:
-    us = flushes((flush_cell(1, 12), 69.0), (flush_cell(16, 12), 4 * 69.0), (flush_cell(1, 12, 8), 690.0))
+    us = flushes(
+        (flush_cell(1, 12), 69.0), (flush_cell(16, 12), 4 * 69.0), (flush_cell(1, 12, 8), 690.0)
+    )
     assert us(12, 4) == pytest.approx(1.0)
     assert us(48, 4) == pytest.approx(2.0)
     assert us(6, 4) == pytest.approx(1.0)
@@ -155,7 +177,10 @@ def test_other_flushes_do_not_count() -> None:
     ]
     assert math.isnan(flushes(*((cell, 69.0) for cell in other))(12, 4))
     grid = fit.step_grid([measurement(replay_cell(1, 12), FUSED[1], [5.0])])
-    broken = [measurement(flush_cell(1, 12), COMMIT, [69.0]), failed(flush_cell(1, 12), COMMIT, "wrong", 1)]
+    broken = [
+        measurement(flush_cell(1, 12), COMMIT, [69.0]),
+        failed(flush_cell(1, 12), COMMIT, "wrong", 1),
+    ]
     assert math.isnan(replay_or_flush._FlushTimes.of(broken, grid).us(12, 4))
 
 
@@ -172,10 +197,16 @@ def test_only_mixed_pending_tokens_are_fitted() -> None:
 
 def test_the_plain_form_names_one_set_of_options_for_all_splits() -> None:
     """Each split is fastest with another source; together the registers are."""
-    sources = {Candidate.of("KdaFused", {"split": s, "source": w}): (s, w) for s in (1, 4) for w in ("a", "b")}
+    sources = {
+        Candidate.of("KdaFused", {"split": s, "source": w}): (s, w)
+        for s in (1, 4)
+        for w in ("a", "b")
+    }
     us = {(1, "a"): (3.0, 1.0), (4, "a"): (1.1, 9.0), (4, "b"): (1.0, 9.0), (1, "b"): (3.0, 8.0)}
     rows = [
-        measurement(replay_cell(r, 12), c, [us[key][i]]) for i, r in enumerate((1, 64)) for c, key in sources.items()
+        measurement(replay_cell(r, 12), c, [us[key][i]])
+        for i, r in enumerate((1, 64))
+        for c, key in sources.items()
     ]
     found, evidence = run(rows)
     assert found.step_options["KdaFused"] == {("replay", 4): {"pdl": False, "source": "a"}}
@@ -189,6 +220,9 @@ def test_intervals_of_replay_thresholds() -> None:
     rows = [replace(r, process=p) for r in rows_of(forms_us, lambda cell: 2.0) for p in range(2)]
     found, evidence = fit.fit(rows, synthetic.ENVS, resamples=5)
     intervals = evidence.other_intervals
-    assert intervals["fused_items"] == {"12": (1, 1), "96": (found.fused_items[96], found.fused_items[96])}
+    assert intervals["fused_items"] == {
+        "12": (1, 1),
+        "96": (found.fused_items[96], found.fused_items[96]),
+    }
     assert intervals["fused_ws_items"] == {"replay": (found.fused_ws_items, found.fused_ws_items)}
     assert set(intervals["fused_default_items"]) == {"replay"}

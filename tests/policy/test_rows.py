@@ -41,7 +41,11 @@ def row_of(grid: Grid, heads: int) -> dict[int, Candidate]:
 @settings(deadline=None)
 @given(
     st.lists(st.lists(st.floats(0, 3), min_size=3, max_size=3), min_size=1, max_size=5),
-    st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0, math.inf]), min_size=3, max_size=3), min_size=3, max_size=3),
+    st.lists(
+        st.lists(st.sampled_from([0.0, 0.5, 1.0, math.inf]), min_size=3, max_size=3),
+        min_size=3,
+        max_size=3,
+    ),
 )
 def test_the_path_is_the_cheapest(cost: list[list[float]], change: list[list[float]]) -> None:
     """Against all paths; of equally cheap ones the first."""
@@ -63,7 +67,12 @@ def test_every_cell_is_within_the_tie_band_of_its_best() -> None:
     for seed in range(4):
         rng = random.Random(seed)
         keys = itertools.product((6, 12, 96), (1, 2, 5, 9, 30, 200))
-        grid = grid_of({key: [math.exp(rng.gauss(1, 0.2)) * (rng.random() > 0.1) for _ in range(3)] for key in keys})
+        grid = grid_of(
+            {
+                key: [math.exp(rng.gauss(1, 0.2)) * (rng.random() > 0.1) for _ in range(3)]
+                for key in keys
+            }
+        )
         found = rows.find_rows(grid, SMS)
         picked = np.array([fit._in_row(found, cell) for cell in grid.cells])
         assert np.nanmax(regret.log_regret(grid, picked)) <= math.log1p(TIE)
@@ -95,19 +104,26 @@ def test_other_heads_decide_between_the_cells() -> None:
 
 
 def test_what_other_heads_lose_must_outweigh_two_changes_and_never_a_row_s_own_cells() -> None:
-    """12 heads were measured at 12 and 96 items, where Split is best; 24 heads say that it isn't in between."""
+    """12 heads were measured at 12 and 96 items, where Split is best; 24 heads say that it isn't in
+    between."""
     own = {(12, r): (1, 2, 2) for r in (1, 8)}
     for slower, between in ((1.02, split(1)), (1.3, WIDE)):
-        row = row_of(grid_of(own | {(24, r): (slower, 9, 1) for r in (2, 3)} | {(24, 5): (1, 9, slower)}), 12)
+        row = row_of(
+            grid_of(own | {(24, r): (slower, 9, 1) for r in (2, 3)} | {(24, 5): (1, 9, slower)}), 12
+        )
         picked = {items: row[max(n for n in row if n <= items)] for items in (12, 48, 72, 96, 120)}
         assert picked == {12: split(1), 48: between, 72: between, 96: split(1), 120: split(1)}
 
 
 def test_by_how_much_a_row_is_off_is_carried_along() -> None:
-    """96 heads say nothing at 384 items, where 12 heads want another variant: there alone, or at all items."""
+    """96 heads say nothing at 384 items, where 12 heads want another variant: there alone, or at
+    all items."""
     many = {(96, r): (1, 9, 1.02) for r in (2, 3, 5, 6)}
     for elsewhere, between in ((1.0, WIDE), (1.2, split(1))):
-        few = {(12, r): (1.2 if r == 32 else elsewhere, 9, 1 if r == 32 else 1.02) for r in (8, 16, 24, 32, 40, 48)}
+        few = {
+            (12, r): (1.2 if r == 32 else elsewhere, 9, 1 if r == 32 else 1.02)
+            for r in (8, 16, 24, 32, 40, 48)
+        }
         row = row_of(grid_of(few | many), 96)
         assert row[max(n for n in row if n <= 384)] == between
 
@@ -115,7 +131,10 @@ def test_by_how_much_a_row_is_off_is_carried_along() -> None:
 def test_a_row_without_cells_is_taken_from_those_near_it() -> None:
     """10 and 56 heads were measured with other tokens only."""
     few, many = (1.2, 9.0, 1.0), (1.0, 9.0, 1.2)
-    cells = [(heads, 4, few if heads < 20 else many) for heads in (8, 12, 48, 64)] + [(10, 8, few), (56, 8, few)]
+    cells = [(heads, 4, few if heads < 20 else many) for heads in (8, 12, 48, 64)] + [
+        (10, 8, few),
+        (56, 8, few),
+    ]
     grid = regret.make_grid(
         measurement(Cell("record", requests, heads, tokens), candidate, [us])
         for heads, tokens, times in cells
@@ -162,7 +181,9 @@ def test_unmeasured_keys_take_the_nearest_row() -> None:
     # What a row says for fewer items, then the schedules, then stock.
     variants = [choice.variant for choice in module.ranked(12, 8, 4, "record")]
     assert variants == ["KdaWide", "KdaSplit", "stock"]
-    assert module.choose(12, 8, 4, "replay") == module.choose(12, 8, 4, "record")._replace(flush=True)
+    assert module.choose(12, 8, 4, "replay") == module.choose(12, 8, 4, "record")._replace(
+        flush=True
+    )
     assert module.wide(12, 8, 4, True)
     assert not module.wide(12, 1, 4, True)
 
@@ -177,9 +198,15 @@ def test_what_cannot_stream_takes_what_a_row_says_before() -> None:
     ]
     found, evidence = fit.fit(rows, synthetic.ENVS, resamples=0)
     module = emit.load(emit.emit(found))
-    assert [module.choose(12, r, 4, "record").variant for r in us] == ["KdaSplit", "KdaWide", "KdaWS"]
+    assert [module.choose(12, r, 4, "record").variant for r in us] == [
+        "KdaSplit",
+        "KdaWide",
+        "KdaWS",
+    ]
     assert module.choose(12, 64, 4, "record", streamable=False).variant == "KdaWide"
-    assert "KdaWS" not in {choice.variant for choice in module.ranked(12, 64, 4, "record", streamable=False)}
+    assert "KdaWS" not in {
+        choice.variant for choice in module.ranked(12, 64, 4, "record", streamable=False)
+    }
     assert evidence.baselines["not streamable"]["all"].max == 0
 
 
@@ -201,6 +228,8 @@ def test_unsettled_cells() -> None:
 
 def test_weights_do_not_move_rows() -> None:
     rows = list(synthetic.measurements())
-    plain, weighed = (fit.fit(rows, synthetic.ENVS, resamples=0, weights=w)[0] for w in (None, {256: 9.0}))
+    plain, weighed = (
+        fit.fit(rows, synthetic.ENVS, resamples=0, weights=w)[0] for w in (None, {256: 9.0})
+    )
     assert plain.choices == weighed.choices
     assert replace(plain, origin=weighed.origin).choices

@@ -22,7 +22,11 @@ from kdabench.review.compare import Comparison, Gates, Side
 from support import synthetic
 from support.synthetic import STOCK, split
 
-CELLS = [Cell("decode", requests, heads) for heads in (12, 96) for requests in (1, 2, 4, 8, 16, 32, 64, 128)]
+CELLS = [
+    Cell("decode", requests, heads)
+    for heads in (12, 96)
+    for requests in (1, 2, 4, 8, 16, 32, 64, 128)
+]
 MINE = [split(n) for n in (1, 2, 4, 8)]
 NEW = "new-0"
 
@@ -39,7 +43,8 @@ def session(
     processes: int = 3,
     rounds: int = 12,
 ) -> Iterator[Measurement]:
-    """What one session measures: true time x its bias x process x round. What has an effect is of another source."""
+    """What one session measures: true time x its bias x process x round. What has an effect is of
+    another source."""
     rng = random.Random(seed)
     for cell in cells:
         for candidate in candidates:
@@ -52,7 +57,9 @@ def session(
 
 
 def side(
-    found: Iterator[Measurement] | Sequence[Measurement], envs: Mapping[str, Any] = synthetic.ENVS, **more: Any
+    found: Iterator[Measurement] | Sequence[Measurement],
+    envs: Mapping[str, Any] = synthetic.ENVS,
+    **more: Any,
 ) -> Side:
     return Side("a side", list(found), envs, **more)
 
@@ -89,9 +96,13 @@ def test_mean_logarithm_of_chi_squared() -> None:
 
 
 def test_benjamini_and_hochberg_by_hand() -> None:
-    """Of p = 0.001, 0.004, 0.007, 0.02 at 1 %: the limits are 0.0025, 0.005, 0.0075, 0.01, so three pass."""
+    """Of p = 0.001, 0.004, 0.007, 0.02 at 1 %: the limits are 0.0025, 0.005, 0.0075, 0.01, so three
+    pass."""
     ps = (0.02, 0.001, 0.007, 0.004)
-    rows = [compare.Row(CELLS[0], STOCK, STOCK, 5.0, 5.5, 1.1, (1.0, 1.2), None, p, "unclear") for p in ps]
+    rows = [
+        compare.Row(CELLS[0], STOCK, STOCK, 5.0, 5.5, 1.1, (1.0, 1.2), None, p, "unclear")
+        for p in ps
+    ]
     decided = compare._decided(rows, Gates(error=0.01))
     assert [row.verdict for row in decided] == ["unclear", "slower", "slower", "slower"]
     assert [row.verdict for row in compare._decided(rows, Gates(error=0.0001))] == ["unclear"] * 4
@@ -117,23 +128,33 @@ def test_a_true_two_per_cent_is_found_whatever_the_session_does() -> None:
         bias = (1.0, 0.97, 1.03)[seed % 3]
         quiet: dict[str, Any] = {"process_noise": 0.0015, "noise": 0.0025, "rounds": 20}
         a = side(session(seed, **quiet))
-        b = side(session(50 + seed, bias=bias, effect=lambda _, c: 1.02 if c == MINE[0] else 1.0, **quiet))
+        b = side(
+            session(
+                50 + seed, bias=bias, effect=lambda _, c: 1.02 if c == MINE[0] else 1.0, **quiet
+            )
+        )
         judged = compare.compare(a, b)
         assert judged.session is not None
         assert math.exp(judged.session.shift) == pytest.approx(bias, rel=0.001)
         mine = [row for row in judged.rows if row.a == MINE[0] and (row.a_us or 0) >= 5]
         of += len(mine)
         found += sum(row.verdict == "slower" for row in mine)
-        others += sum(row.verdict in ("slower", "faster") for row in judged.rows if row.a != MINE[0])
+        others += sum(
+            row.verdict in ("slower", "faster") for row in judged.rows if row.a != MINE[0]
+        )
     assert found >= 0.95 * of > 40
     assert others == 0
 
 
 def test_many_rounds_of_few_processes_prove_little() -> None:
-    """Uncertainty is that of processes first: two a side that differ by 3 %, with a hundred quiet rounds each."""
+    """Uncertainty is that of processes first: two a side that differ by 3 %, with a hundred quiet
+    rounds each."""
     rng = random.Random(1)
     rows = {
-        name: [one([us * rng.gauss(1, 0.0005) for _ in range(100)], process=p) for p, us in enumerate(times)]
+        name: [
+            one([us * rng.gauss(1, 0.0005) for _ in range(100)], process=p)
+            for p, us in enumerate(times)
+        ]
         for name, times in (("a", (5.0, 5.15)), ("b", (5.15, 5.30)))
     }
     (row,) = compare.compare(side(rows["a"]), side(changed(rows["b"]))).rows
@@ -144,15 +165,23 @@ def test_many_rounds_of_few_processes_prove_little() -> None:
 
 def test_a_single_sample_decides_nothing() -> None:
     found = compare.compare(side([one([5.0])]), side([one([50.0])]))
-    assert [(row.verdict, row.interval, row.note) for row in found.rows] == [("unclear", None, "too few samples")]
+    assert [(row.verdict, row.interval, row.note) for row in found.rows] == [
+        ("unclear", None, "too few samples")
+    ]
     json.dumps(found.to_json(), allow_nan=False)
 
 
-def quiet(us: float, candidate: Candidate = STOCK, cell: Cell = CELLS[0], **changes: Any) -> list[Measurement]:
+def quiet(
+    us: float, candidate: Candidate = STOCK, cell: Cell = CELLS[0], **changes: Any
+) -> list[Measurement]:
     """Three processes of ten rounds that hardly differ."""
     return [
         synthetic.measurement(
-            cell, candidate, [us * (1 + 1e-4 * ((7 * n + 3 * p) % 5 - 2)) for n in range(10)], p, **changes
+            cell,
+            candidate,
+            [us * (1 + 1e-4 * ((7 * n + 3 * p) % 5 - 2)) for n in range(10)],
+            p,
+            **changes,
         )
         for p in range(3)
     ]
@@ -192,11 +221,14 @@ def test_what_is_unchanged_tells_the_session_from_the_kernels() -> None:
     assert found.session is not None
     assert found.session.cells == len(CELLS)
     assert found.session.shift == pytest.approx(math.log(0.95), abs=0.003)
-    assert any("% faster in B; the ratios are without that" in warning for warning in found.warnings)
+    assert any(
+        "% faster in B; the ratios are without that" in warning for warning in found.warnings
+    )
 
 
 def test_a_session_that_moves_cells_apart_widens_the_intervals() -> None:
-    """Each cell's own bias, as of placement in memory: what is unchanged shows how large such are."""
+    """Each cell's own bias, as of placement in memory: what is unchanged shows how large such
+    are."""
     rng = random.Random(5)
     own = {cell: rng.gauss(1, 0.02) for cell in CELLS}
     moved = [
@@ -228,7 +260,9 @@ def test_another_driver_leaves_nothing_unchanged() -> None:
     found = compare.compare(side(session(1)), b)
     assert found.session is None
     assert 'driver: "1.2" in A, "9.9" in B' in found.warnings
-    assert any(w.startswith("one-sided:") and "that may be the session" in w for w in found.warnings)
+    assert any(
+        w.startswith("one-sided:") and "that may be the session" in w for w in found.warnings
+    )
     assert not any("uuid" in w for w in found.warnings)
 
 
@@ -265,11 +299,18 @@ def test_a_verdict_is_confirmed_in_cycles() -> None:
 
 def test_what_is_missing_on_a_side_has_no_verdict() -> None:
     here, there, both = CELLS[:3]
-    a = [*quiet(5.0, cell=here), *quiet(5.0, cell=both), *quiet(5.0, split(1), both), *quiet(5.0, split(2), both)]
+    a = [
+        *quiet(5.0, cell=here),
+        *quiet(5.0, cell=both),
+        *quiet(5.0, split(1), both),
+        *quiet(5.0, split(2), both),
+    ]
     b = [*quiet(5.0, cell=there), *quiet(5.0, cell=both), synthetic.failed(both, split(2), "wrong")]
     found = compare.compare(side(a), side(b))
     rows = {(row.cell, row.a): row for row in found.rows}
-    assert {key: (row.verdict, row.note, row.lost) for key, row in rows.items() if row.verdict is None} == {
+    assert {
+        key: (row.verdict, row.note, row.lost) for key, row in rows.items() if row.verdict is None
+    } == {
         (here, None): (None, "B: not measured", False),
         (there, None): (None, "A: not measured", False),
         (both, split(1)): (None, "B: not measured", False),
@@ -299,10 +340,19 @@ def test_the_best_of_each_side() -> None:
 
 def test_the_picks_of_the_policies() -> None:
     def policy(variant: str, **options: Any) -> Any:
-        return lambda heads, requests, tokens, kind: [SimpleNamespace(variant=variant, options=options, flush=False)]
+        return lambda heads, requests, tokens, kind: [
+            SimpleNamespace(variant=variant, options=options, flush=False)
+        ]
 
-    a = [*quiet(5.0), *quiet(4.0, split(1)), *quiet(4.0, cell=replace(CELLS[0], context="isolated"))]
-    stock, mine = policy("stock", pdl=False), policy("KdaSplit", split=1, staging="registers", pdl=False)
+    a = [
+        *quiet(5.0),
+        *quiet(4.0, split(1)),
+        *quiet(4.0, cell=replace(CELLS[0], context="isolated")),
+    ]
+    stock, mine = (
+        policy("stock", pdl=False),
+        policy("KdaSplit", split=1, staging="registers", pdl=False),
+    )
     (row,) = compare.compare(side(a, ranked=stock), side(a, ranked=mine), "policy").rows
     assert (row.a, row.b, row.verdict) == (STOCK, split(1), "faster")
     (same,) = compare.compare(side(a, ranked=mine), side(a, ranked=mine), "policy").rows
@@ -315,7 +365,9 @@ def test_the_picks_of_the_policies() -> None:
 
 
 @pytest.fixture
-def kdabench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def kdabench(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Any:
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str) -> tuple[int, str, str]:
@@ -362,9 +414,9 @@ def test_json_is_strict_and_complete(kdabench: Any, files: tuple[str, str]) -> N
     found = json.loads(out, parse_constant=lambda name: pytest.fail(name))
     assert (status, found["regression"]) == (1, True)
     assert found["counts"]["slower"] == 2
-    assert sum(found["counts"][name] for name in ("slower", "faster", "same", "unclear", "missing")) == len(
-        found["rows"]
-    )
+    assert sum(
+        found["counts"][name] for name in ("slower", "faster", "same", "unclear", "missing")
+    ) == len(found["rows"])
     assert found["correction"] == "Benjamini-Hochberg"
 
 
@@ -398,8 +450,14 @@ def test_mistakes_are_one_line_and_status_2(kdabench: Any, files: tuple[str, str
 def test_a_cell_comes_from_the_other_sides_sweep(tmp_path: Path) -> None:
     from kdabench.cli import reviewing
 
-    files = {"dispatch": quiet(5.0) + quiet(5.0, split(1)), "quick": quiet(6.0), "targets": quiet(7.0, cell=CELLS[1])}
+    files = {
+        "dispatch": quiet(5.0) + quiet(5.0, split(1)),
+        "quick": quiet(6.0),
+        "targets": quiet(7.0, cell=CELLS[1]),
+    }
     source = reviewing._Source("x", files, synthetic.ENVS, tmp_path)
-    assert {r.samples_us[0] > 5.5 for r in source.measurements(["quick"]) if r.cell == CELLS[0]} == {True}
+    assert {
+        r.samples_us[0] > 5.5 for r in source.measurements(["quick"]) if r.cell == CELLS[0]
+    } == {True}
     assert {r.samples_us[0] > 5.5 for r in source.measurements([]) if r.cell == CELLS[0]} == {False}
     assert len(source.measurements(["quick"])) == 6

@@ -35,7 +35,11 @@ def ranked(heads: int, requests: int, tokens: int, kind: str) -> list[SimpleName
     items = heads * requests
     stock = choice("stock", pdl=False)
     split = next((s for s in (8, 4, 2) if items * s <= 200), 1)
-    return [stock] if items >= 6000 else [choice("KdaSplit", split=split, staging="registers", pdl=True), stock]
+    return (
+        [stock]
+        if items >= 6000
+        else [choice("KdaSplit", split=split, staging="registers", pdl=True), stock]
+    )
 
 
 def grid_measurements(heads: Sequence[int] = (12, 96)) -> list[Measurement]:
@@ -45,7 +49,9 @@ def grid_measurements(heads: Sequence[int] = (12, 96)) -> list[Measurement]:
 
 def test_quartiles_are_of_all_samples_and_the_median_of_the_processes_medians() -> None:
     samples = ([1.0, 2.0, 9.0], [4.0, 4.0, 4.0], [5.0, 6.0, 7.0])
-    measurements = [synthetic.measurement(cell(1), synthetic.STOCK, s, p) for p, s in enumerate(samples)]
+    measurements = [
+        synthetic.measurement(cell(1), synthetic.STOCK, s, p) for p, s in enumerate(samples)
+    ]
     timing = curves.timings(measurements)[12][1][synthetic.STOCK]
     assert timing == curves.Timing(low=4.0, median=4.0, high=6.0)
 
@@ -61,7 +67,12 @@ def test_a_candidate_that_failed_in_one_process_has_no_time() -> None:
 
 def test_runs_of_equal_picks_are_joined() -> None:
     runs = curves.policy_runs(ranked, 12, 1, "decode", 1, 20)
-    assert [(r.first, r.last, r.split) for r in runs] == [(1, 2, 8), (3, 4, 4), (5, 8, 2), (9, 20, 1)]
+    assert [(r.first, r.last, r.split) for r in runs] == [
+        (1, 2, 8),
+        (3, 4, 4),
+        (5, 8, 2),
+        (9, 20, 1),
+    ]
 
 
 def test_fastest_runs_cover_the_measured_counts() -> None:
@@ -78,7 +89,9 @@ def test_regret_is_that_of_the_fit() -> None:
         synthetic.measurement(cell(500), synthetic.split(1), [100.0]),
         synthetic.measurement(cell(500), synthetic.STOCK, [125.0]),
     ]
-    assert curves.policy_regrets(measurements, ranked) == pytest.approx({(12, 1): 0.0, (12, 500): 0.25})
+    assert curves.policy_regrets(measurements, ranked) == pytest.approx(
+        {(12, 1): 0.0, (12, 500): 0.25}
+    )
 
 
 def test_questions_have_distinct_file_names() -> None:
@@ -87,7 +100,9 @@ def test_questions_have_distinct_file_names() -> None:
         {"conv_layout": "window-major"},
     ]  # fmt: skip
     cells = [cell(1, **c) for c in changes]
-    cells += [Cell("commit", 1, 12, 4, layers=n, pending=p) for n in (1, 69) for p in (None, "mix", 0)]  # type: ignore[arg-type]
+    cells += [
+        Cell("commit", 1, 12, 4, layers=n, pending=p) for n in (1, 69) for p in (None, "mix", 0)
+    ]  # type: ignore[arg-type]
     cells += [Cell("record", 1, 12, q) for q in (2, 4)]
     stems = {curves.Question.of(c).stem for c in cells}
     assert len(stems) == len(cells)
@@ -120,7 +135,9 @@ def write(folder: Path) -> dict[str, str]:
         synthetic.measurements([Cell("commit", r, 12, 4) for r in (1, 8)], noise=0.01)
     )
     policy: Any = SimpleNamespace(ranked=ranked)
-    paths = plot.write_plots(measurements, folder, device="SYNTHETIC ONE", sms=100, policy=policy, replay=False)
+    paths = plot.write_plots(
+        measurements, folder, device="SYNTHETIC ONE", sms=100, policy=policy, replay=False
+    )
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
@@ -131,7 +148,9 @@ def test_same_records_same_bytes(tmp_path: Path) -> None:
     code = f"import test_plot, pathlib; print(test_plot.write(pathlib.Path({str(tmp_path / 'third')!r})))"
     path = os.pathsep.join([*sys.path, str(Path(__file__).parents[1])])
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "7"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == str(first)
 
 
@@ -154,7 +173,9 @@ def _shown(text: Text, figure: Figure) -> bool:
             for tick in ticks:
                 if text in (tick.label1, tick.label2):
                     low, high = sorted(axis.get_view_interval())
-                    return bool(low <= tick.get_loc() <= high and text in axis.get_ticklabels(which="both"))
+                    return bool(
+                        low <= tick.get_loc() <= high and text in axis.get_ticklabels(which="both")
+                    )
     return True
 
 
@@ -167,12 +188,16 @@ def _shown(text: Text, figure: Figure) -> bool:
         ((3, 6, 12, 24, 32, 64, 96), True, True, "SYNTHETIC ONE"),
     ],
 )
-def test_no_text_covers_another(heads: tuple[int, ...], policy: bool, replay: bool, device: str) -> None:
+def test_no_text_covers_another(
+    heads: tuple[int, ...], policy: bool, replay: bool, device: str
+) -> None:
     measurements = grid_measurements(heads)
     question = curves.Question.of(measurements[0].cell)
     picks = ranked if policy else None
     with plot._style():
-        figure = plot.draw(question, measurements, device=device, sms=100, ranked=picks, replay=replay)
+        figure = plot.draw(
+            question, measurements, device=device, sms=100, ranked=picks, replay=replay
+        )
         shown = list(texts(figure))
         width, height = figure.canvas.get_width_height()
     for text, box in shown:
@@ -185,7 +210,10 @@ def test_no_text_covers_another(heads: tuple[int, ...], policy: bool, replay: bo
 
 
 def test_failures_only_and_single_points_can_be_drawn(tmp_path: Path) -> None:
-    measurements = [synthetic.failed(cell(1), synthetic.STOCK), synthetic.failed(cell(1), Candidate.of("New", {}))]
+    measurements = [
+        synthetic.failed(cell(1), synthetic.STOCK),
+        synthetic.failed(cell(1), Candidate.of("New", {})),
+    ]
     plot.write_plots(measurements, tmp_path, device="X", sms=None, policy=None, replay=False)
     measurements.append(synthetic.measurement(cell(1), synthetic.split(1), [3.0]))
     policy: Any = SimpleNamespace(ranked=ranked)

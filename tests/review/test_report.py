@@ -1,4 +1,5 @@
-"""The report: what stands in it, that it stands alone, and that what was not measured is no pass."""
+"""The report: what stands in it, that it stands alone, and that what was not measured is no
+pass."""
 
 from __future__ import annotations
 
@@ -49,8 +50,16 @@ pdl = [false, true]
 
 def page(found: list[Measurement], **changes: Any) -> str:
     measured = Measured("dispatch", "Which is fastest?", found, changes.pop("planned", None))
-    fitted = changes.pop("fitted", None) or report.Fitted(*fit.fit(found, synthetic.ENVS, resamples=0))
-    subject = Subject(device="SYNTHETIC ONE", replay=False, measured=[measured], envs=synthetic.ENVS, fitted=fitted)
+    fitted = changes.pop("fitted", None) or report.Fitted(
+        *fit.fit(found, synthetic.ENVS, resamples=0)
+    )
+    subject = Subject(
+        device="SYNTHETIC ONE",
+        replay=False,
+        measured=[measured],
+        envs=synthetic.ENVS,
+        fitted=fitted,
+    )
     return report.render(replace(subject, **changes))
 
 
@@ -60,7 +69,10 @@ def section(text: str, name: str) -> str:
 
 
 def rows(html: str) -> list[list[str]]:
-    found = [re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row, re.DOTALL) for row in re.findall(r"<tr>(.*?)</tr>", html)]
+    found = [
+        re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row, re.DOTALL)
+        for row in re.findall(r"<tr>(.*?)</tr>", html)
+    ]
     return [[re.sub(r"<[^>]+>", "", cell) for cell in row] for row in found]
 
 
@@ -69,7 +81,8 @@ def cells(*requests: int) -> list[Cell]:
 
 
 class _Checked(HTMLParser):
-    """Collects tags that are not closed, identifiers, references, and whatever a browser would fetch."""
+    """Collects tags that are not closed, identifiers, references, and whatever a browser would
+    fetch."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -93,7 +106,9 @@ class _Checked(HTMLParser):
             if name == "id":
                 self.ids.append(text)
             if name in ("href", "xlink:href"):
-                (self.references if text.startswith("#") else self.fetched).append(text.removeprefix("#"))
+                (self.references if text.startswith("#") else self.fetched).append(
+                    text.removeprefix("#")
+                )
             self.references += re.findall(r"url\(#([^)]+)\)", text)
             self.fetched += re.findall(r"url\((?!#)([^)]*)\)", text)
             if name in ("src", "srcset", "data", "action", "poster", "background"):
@@ -110,7 +125,9 @@ class _Checked(HTMLParser):
 
 
 def test_it_loads_nothing_and_is_well_formed() -> None:
-    text = page(list(synthetic.measurements(cells(1, 4))), figures=[("one", SVG), ("the same again", SVG)])
+    text = page(
+        list(synthetic.measurements(cells(1, 4))), figures=[("one", SVG), ("the same again", SVG)]
+    )
     assert text.startswith("<!DOCTYPE html>\n")
     assert "http" not in text
     checked = _Checked(text)
@@ -126,7 +143,10 @@ def test_it_loads_nothing_and_is_well_formed() -> None:
 def test_text_of_records_is_escaped() -> None:
     found = list(synthetic.measurements(cells(1)))
     found.append(
-        replace(synthetic.failed(cells(1)[0], split(16), "wrong"), reason="<script>alert('out')</script> & so")
+        replace(
+            synthetic.failed(cells(1)[0], split(16), "wrong"),
+            reason="<script>alert('out')</script> & so",
+        )
     )
     text = page(found)
     assert "<script>" not in text
@@ -175,9 +195,12 @@ def test_targets_are_met_missed_or_a_dash() -> None:
 
 def test_failures_stand_together_with_their_reasons() -> None:
     found = list(synthetic.measurements(cells(1, 4)))
-    found += [synthetic.failed(cell, split(16), "timeout", p) for cell in cells(1, 4) for p in (0, 1)]
     found += [
-        replace(r, status="unstable", reason="the clock stayed low") for r in synthetic.measurements(cells(16), [STOCK])
+        synthetic.failed(cell, split(16), "timeout", p) for cell in cells(1, 4) for p in (0, 1)
+    ]
+    found += [
+        replace(r, status="unstable", reason="the clock stayed low")
+        for r in synthetic.measurements(cells(16), [STOCK])
     ]
     table = rows(section(page(found), "failures"))[1:]
     assert [(row[0], row[1], row[3], row[4]) for row in table] == [
@@ -203,7 +226,9 @@ def test_verification_is_of_the_binaries_that_were_measured() -> None:
 
 
 @pytest.fixture
-def kdabench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def kdabench(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Any:
     (tmp_path / "sweeps").mkdir()
     (tmp_path / "sweeps" / "dispatch.toml").write_text(SWEEP)
     asked = inputs.load_sweep(tmp_path / "sweeps" / "dispatch.toml", 100).candidates
@@ -259,11 +284,16 @@ def test_a_run_ends_with_a_report_that_says_it_is_a_replay(
     [
         (["nothing"], "recorded: synthetic-one"),
         (["nothing.db"], "nothing.db: no such journal"),
-        ([f"results/{SLUG}/dispatch.jsonl"], "a recorded device or a journal with records is expected"),
+        (
+            [f"results/{SLUG}/dispatch.jsonl"],
+            "a recorded device or a journal with records is expected",
+        ),
         ([SLUG, "--out", "sweeps/dispatch.toml/report.html"], "sweeps/dispatch.toml"),
     ],
 )
-def test_mistakes_are_one_line_and_status_2(kdabench: Any, arguments: list[str], expected: str) -> None:
+def test_mistakes_are_one_line_and_status_2(
+    kdabench: Any, arguments: list[str], expected: str
+) -> None:
     status, out, err = kdabench("report", *arguments)
     assert (status, out) == (2, "")
     assert expected in err

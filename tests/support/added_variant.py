@@ -1,6 +1,8 @@
-"""What happens to a variant that was added by one file and one line: run by test_added_variant.py, with paths set.
+"""What happens to a variant that was added by one file and one line: run by test_added_variant.py,
+with paths set.
 
-It compiles, is verified, swept, tuned, fitted, chosen, prepared and drawn, and no other file knows its name.
+It compiles, is verified, swept, tuned, fitted, chosen, prepared and drawn, and no other file knows
+its name.
 """
 
 from __future__ import annotations
@@ -46,8 +48,12 @@ evict = [false, true]
 def time_us(cell: Cell, candidate: Candidate) -> float:
     """What was added is the fastest from 500 items on, evict-first a little more so."""
     if candidate.variant != ADDED:
-        return synthetic.model_us(cell, Candidate.of(candidate.variant, {"pdl": False, **candidate.spec}))
-    return cell.problem.floor_us() * (1.0 if candidate.spec["evict"] else 1.02) + (0.1 if cell.items >= 500 else 9.0)
+        return synthetic.model_us(
+            cell, Candidate.of(candidate.variant, {"pdl": False, **candidate.spec})
+        )
+    return cell.problem.floor_us() * (1.0 if candidate.spec["evict"] else 1.02) + (
+        0.1 if cell.items >= 500 else 9.0
+    )
 
 
 def records(plan: sweep.Sweep) -> Iterator[Record]:
@@ -75,10 +81,18 @@ def prepared(policy: object) -> None:
     D = heads * HEAD_DIM
     empty, bf16 = torch.empty, torch.bfloat16
     weights = LayerWeights(
-        empty(3 * D, 1, 4), None, empty(D, HEAD_DIM, dtype=bf16), empty(heads), empty(D), empty(HEAD_DIM)
+        empty(3 * D, 1, 4),
+        None,
+        empty(D, HEAD_DIM, dtype=bf16),
+        empty(heads),
+        empty(D),
+        empty(HEAD_DIM),
     )
     kda = PreparedKda(weights, {requests: (Problem("decode", 1, heads).pitch, None)})
-    caches = Caches(empty(2, heads, HEAD_DIM, HEAD_DIM, device="meta"), empty(2, 3 * D, 3, dtype=bf16, device="meta"))
+    caches = Caches(
+        empty(2, heads, HEAD_DIM, HEAD_DIM, device="meta"),
+        empty(2, 3 * D, 3, dtype=bf16, device="meta"),
+    )
     (row,) = kda.prepare(caches, H200, policy)  # type: ignore[arg-type]
     assert (row.variant, row.options["evict"]) == (ADDED, True), row
 
@@ -87,7 +101,9 @@ def main(folder: Path) -> None:
     (folder / "added.toml").write_text(SWEEP)
     plan = inputs.load_sweep(folder / "added.toml", 132)
     assert {c.spec["evict"] for c in plan.candidates if c.variant == ADDED} == {False, True}
-    assert len(list(tuning._every(ADDED, plan.cells[0]))) == len(list(tuning._every(COPIED, plan.cells[0])))
+    assert len(list(tuning._every(ADDED, plan.cells[0]))) == len(
+        list(tuning._every(COPIED, plan.cells[0]))
+    )
     compiled()
     verified()
     measured = list(records(plan))
@@ -96,10 +112,17 @@ def main(folder: Path) -> None:
     module = emit.load(emit.emit(policy, evidence))
     assert module.choose(24, 64, 1, "decode").variant == ADDED
     assert module.choose(12, 1, 1, "decode").variant == "KdaSplit"
-    assert ADDED in {choice.variant for choice in module.ranked(24, 64, 1, "decode", streamable=False)}
+    assert ADDED in {
+        choice.variant for choice in module.ranked(24, 64, 1, "decode", streamable=False)
+    }
     prepared(module)
-    assert plot._look(ADDED) not in (plot._UNKNOWN_LOOK, *(plot._look(n) for n in variants.NAMES if n != ADDED))
-    paths = plot.write_plots(measured, folder, device="SYNTHETIC ONE", sms=100, policy=module, replay=False)
+    assert plot._look(ADDED) not in (
+        plot._UNKNOWN_LOOK,
+        *(plot._look(n) for n in variants.NAMES if n != ADDED),
+    )
+    paths = plot.write_plots(
+        measured, folder, device="SYNTHETIC ONE", sms=100, policy=module, replay=False
+    )
     assert {path.stem for path in paths} == {curves.Question.of(plan.cells[0]).stem}
 
 

@@ -1,4 +1,5 @@
-"""What the tests of compiled kernels share without a GPU: a cache of their own, SASS, a launch that only records."""
+"""What the tests of compiled kernels share without a GPU: a cache of their own, SASS, a launch that
+only records."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from kda_kernels import walk
 class Recorder:
     """In place of a loaded binary: keeps what a launch passes."""
 
-    def launch(self, grid: tuple[int, int, int], values: tuple[int | float, ...], stream: int, pdl: bool) -> None:
+    def launch(
+        self, grid: tuple[int, int, int], values: tuple[int | float, ...], stream: int, pdl: bool
+    ) -> None:
         self.grid, self.values, self.stream, self.pdl = grid, values, stream, pdl
 
 
@@ -31,13 +34,16 @@ def sass_of(image: bytes, folder: Path) -> str:
 
 
 def plain(jitted: Any, **others: Any) -> Callable[..., Any]:
-    """The Python function as written: the DSL rewrites the code of jit functions when a process first compiles.
+    """The Python function as written: the DSL rewrites the code of jit functions when a process
+    first compiles.
 
     others   plain ones, by name, of those that it calls
     """
     inner = jitted.__wrapped__
     names = {**inner.__globals__, **others}
-    return FunctionType(inner.__code__, names, inner.__name__, inner.__defaults__, inner.__closure__)
+    return FunctionType(
+        inner.__code__, names, inner.__name__, inner.__defaults__, inner.__closure__
+    )
 
 
 # The walk over items. The device functions are plain integer arithmetic: here they run on Python's.
@@ -47,7 +53,9 @@ half_of = plain(walk.half_of)
 part_of = plain(walk.part_of, half_of=half_of)
 
 
-def items_of(division: walk.Division, cta: int, runs: walk.Runs, heads: int, requests: int) -> list[tuple[int, int]]:
+def items_of(
+    division: walk.Division, cta: int, runs: walk.Runs, heads: int, requests: int
+) -> list[tuple[int, int]]:
     """(head, request) of a CTA's items, in turn, by what a launch passes."""
     first = plain(division.first, item_at=item_at, half_of=half_of, part_of=part_of)
     item, count = first(cta, runs.ctas, runs.per, heads, requests)

@@ -1,4 +1,5 @@
-"""What the tests of step kernels on a GPU share: one step against the reference, operands in awkward places."""
+"""What the tests of step kernels on a GPU share: one step against the reference, operands in
+awkward places."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from kda_kernels.operands import StepOperands
 from kda_kernels.problem import HEAD_DIM, Problem
 
 
-def check(module: Any, problem: Problem, spec: Any, operands: StepOperands, sms: int | None = None) -> None:
+def check(
+    module: Any, problem: Problem, spec: Any, operands: StepOperands, sms: int | None = None
+) -> None:
     """Poison, launch, compare everything that the step may and may not write.
 
     sms   that the GPU is taken to have: few make the CTAs of a persistent kernel walk many items
@@ -34,11 +37,15 @@ def check_far_pages(module: Any, compiled: Any, small: StepOperands) -> None:
     last = 2**31 // small.state[0].numel() + 8
     used = torch.arange(1, small.state.shape[0], device="cuda")
     state = torch.empty((last + 1, *small.state.shape[1:]), dtype=small.state.dtype, device="cuda")
-    window = torch.zeros((last + 1, *small.conv_state.shape[1:]), dtype=torch.bfloat16, device="cuda")
+    window = torch.zeros(
+        (last + 1, *small.conv_state.shape[1:]), dtype=torch.bfloat16, device="cuda"
+    )
     state[last - used] = small.state[used]
     window[last - used] = small.conv_state[used]
     own = {
-        name: tensor.clone() for name in ("corrections", "key_gates") if (tensor := getattr(small, name)) is not None
+        name: tensor.clone()
+        for name in ("corrections", "key_gates")
+        if (tensor := getattr(small, name)) is not None
     }
     large = replace(small, state=state, conv_state=window, slots=last - small.slots, **own)
     stream = torch.cuda.current_stream().cuda_stream
@@ -52,7 +59,8 @@ def check_far_pages(module: Any, compiled: Any, small: StepOperands) -> None:
 
 
 def check_repeatable(module: Any, compiled: Any, make: Callable[[int], StepOperands]) -> None:
-    """Five rounds of launches over eight layers, twice: bits depend on the inputs alone. make: of a layer's number."""
+    """Five rounds of launches over eight layers, twice: bits depend on the inputs alone. make: of a
+    layer's number."""
     runs = []
     for _ in range(2):
         layers = [make(i) for i in range(8)]
@@ -70,7 +78,9 @@ def check_repeatable(module: Any, compiled: Any, make: Callable[[int], StepOpera
 def any_strides(o: StepOperands) -> StepOperands:
     """Projection and window with rows and slots at odd distances."""
     rows, pitch = o.projected.shape
-    projected = torch.full((rows, pitch + 3), torch.nan, dtype=torch.bfloat16, device=o.projected.device)
+    projected = torch.full(
+        (rows, pitch + 3), torch.nan, dtype=torch.bfloat16, device=o.projected.device
+    )
     projected[:, :pitch] = o.projected
     size = o.conv_state[0].numel()
     shape, (_, channel, tap) = o.conv_state.shape, o.conv_state.stride()
@@ -92,14 +102,17 @@ def longer_window(o: StepOperands) -> StepOperands:
 
 
 def longer_records(o: StepOperands) -> StepOperands:
-    """Three more records and entries in each, not from the first on; the fourth request has none."""
+    """Three more records and entries in each, not from the first on; the fourth request has
+    none."""
     assert o.record_rows is not None
     assert o.corrections is not None
     count, heads, tokens = o.corrections.shape[:3]
     rows = o.record_rows + 2
     rows[3] = -4
     corrections = torch.randn(count + 3, heads, tokens + 3, HEAD_DIM, device="cuda")
-    key_gates = torch.randn(count + 3, heads, tokens + 3, 2 * HEAD_DIM, device="cuda").to(torch.bfloat16)
+    key_gates = torch.randn(count + 3, heads, tokens + 3, 2 * HEAD_DIM, device="cuda").to(
+        torch.bfloat16
+    )
     return replace(o, corrections=corrections, key_gates=key_gates, record_rows=rows)
 
 

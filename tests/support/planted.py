@@ -1,4 +1,5 @@
-"""Faulty variants, planted into sweeps on a GPU to see what becomes of them, and measurements around them.
+"""Faulty variants, planted into sweeps on a GPU to see what becomes of them, and measurements
+around them.
 
 Never part of the package: a worker learns of them by kdabench.measure.worker.serve's argument.
 """
@@ -75,7 +76,9 @@ def _unsupported(problem: Any, options: Spec, gpu: Any) -> str | None:
 def _compile(problem: Any, options: Spec, gpu: Any) -> Any:
     return SimpleNamespace(
         split=split.compile(problem, split.Spec(**SPLIT), gpu),
-        wide=wide.compile(problem, wide.Spec(form="chunked" if problem.kind == "record" else "recurrence"), gpu),
+        wide=wide.compile(
+            problem, wide.Spec(form="chunked" if problem.kind == "record" else "recurrence"), gpu
+        ),
         scratch={},
         flag=torch.zeros(1, dtype=torch.int32, device="cuda"),
     )
@@ -99,7 +102,9 @@ def _half_the_heads(compiled: Any, operands: Any, stream: int) -> None:
     rows, channels = operands.out.shape
     half = channels // 2
     with _on(stream):
-        planted_nan[(rows,)](operands.out, operands.out.stride(0), half, half, BLOCK=triton.next_power_of_2(half))
+        planted_nan[(rows,)](
+            operands.out, operands.out.stride(0), half, half, BLOCK=triton.next_power_of_2(half)
+        )
 
 
 def _skips_the_state(compiled: Any, operands: Any, stream: int) -> None:
@@ -143,7 +148,9 @@ def _aborts(compiled: Any, operands: Any, stream: int) -> None:
 
 
 def _variant(launch: Any, kernels: tuple[str, ...] = split.KERNELS) -> Any:
-    return SimpleNamespace(Spec=Spec, unsupported=_unsupported, compile=_compile, launch=launch, KERNELS=kernels)
+    return SimpleNamespace(
+        Spec=Spec, unsupported=_unsupported, compile=_compile, launch=launch, KERNELS=kernels
+    )
 
 
 VARIANTS: Mapping[str, Any] = {
@@ -173,13 +180,19 @@ def sweep(
 ) -> list[Measurement]:
     """The records of a sweep in one process, by a real worker."""
     names = tuple(dict.fromkeys(c.variant for c in candidates))
-    asked = Sweep(out / "planted.toml", "What becomes of faults?", names, 1, tuple(cells), tuple(candidates))
-    done = session.run_sweep(asked, device="cuda:0", out=out, results=out, plan=plan, worker_main=serve)
+    asked = Sweep(
+        out / "planted.toml", "What becomes of faults?", names, 1, tuple(cells), tuple(candidates)
+    )
+    done = session.run_sweep(
+        asked, device="cuda:0", out=out, results=out, plan=plan, worker_main=serve
+    )
     assert done.done == done.total
     return done.measurements
 
 
-def statuses(cell: Cell, names: Sequence[str], out: Path | None = None) -> dict[str, tuple[str, str | None]]:
+def statuses(
+    cell: Cell, names: Sequence[str], out: Path | None = None
+) -> dict[str, tuple[str, str | None]]:
     """Status by variant, and the reason of failures."""
     with tempfile.TemporaryDirectory() as folder:
         rows = sweep([cell], [candidate(name) for name in names], out or Path(folder))
@@ -190,14 +203,18 @@ def make_bench(cell: Cell) -> cell_bench.CellBench:
     """The cell made ready in this process."""
     device = cell_bench.Device.current()
     telemetry = Telemetry(device.uuid, device.pci_id)
-    return cell_bench.CellBench(cell, device.knowing(telemetry), cell_bench.WeightCache(), telemetry, VARIANTS)
+    return cell_bench.CellBench(
+        cell, device.knowing(telemetry), cell_bench.WeightCache(), telemetry, VARIANTS
+    )
 
 
 def times_by_copies(cell: Cell, factors: Sequence[int]) -> dict[int, float]:
     """us per launch with so many times the usual copies."""
     found, real, copies_for = {}, REAL["KdaSplit"], cell_bench.copies_for
     for factor in factors:
-        with mock.patch.object(cell_bench, "copies_for", lambda c, l2, n=factor: n * copies_for(c, l2)):
+        with mock.patch.object(
+            cell_bench, "copies_for", lambda c, l2, n=factor: n * copies_for(c, l2)
+        ):
             ready = make_bench(cell)
         ready.prepare(real, *ready.compile(real))
         clock = ready.clock(lambda c: None, 0.9)

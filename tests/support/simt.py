@@ -1,13 +1,17 @@
-"""Runs the Python source of a CuTe kernel of this package on the CPU, one Python thread per GPU thread.
+"""Runs the Python source of a CuTe kernel of this package on the CPU, one Python thread per GPU
+thread.
 
-One thread runs at a time, until it blocks. What the real machine leaves open is made as bad as possible:
-  * registers and shared memory start as NaN; a global access outside the registered tensors raises, and so does a
-    misaligned one
-  * cp.async copies nothing before the thread waits for its group, or with `Thread.early` all at once
-  * warps take turns in a random order, each until it blocks, and so do the lanes of a warp, so that a missing barrier
-    shows; lanes that meet at different places raise
+One thread runs at a time, until it blocks. What the real machine leaves open is made as bad as
+possible:
+  * registers and shared memory start as NaN; a global access outside the registered tensors raises,
+    and so does a misaligned one
+  * cp.async copies nothing before the thread waits for its group, or with `Thread.early` all at
+    once
+  * warps take turns in a random order, each until it blocks, and so do the lanes of a warp, so that
+    a missing barrier shows; lanes that meet at different places raise
   * integers that leave their type raise
-Arithmetic is FP32 with every operation rounded, so results agree with a GPU's but for contraction and approximations.
+Arithmetic is FP32 with every operation rounded, so results agree with a GPU's but for contraction
+and approximations.
 
 mbarriers and what goes between CTAs: `simt_cluster`.
 """
@@ -246,7 +250,8 @@ class Memory:
         self.views: dict[str, memoryview] = {}
 
     def piece(self, address: int, size: int) -> Memory:
-        """The piece of memory that has all of these bytes. Raises for addresses outside, and for misaligned ones."""
+        """The piece of memory that has all of these bytes. Raises for addresses outside, and for
+        misaligned ones."""
         if not 0 <= address - self.base <= self.size - size:
             raise IndexError(f"address {address - self.base} of {self.size} bytes")
         if address % size:
@@ -353,8 +358,8 @@ class Layout:
         return _places(self)
 
     def find(self, index: Any) -> tuple[int, tuple[tuple[int, int], ...]]:
-        """Offset of a coordinate, and the modes that it leaves, which are those at None; `found` has them from then on,
-        if all were constants."""
+        """Offset of a coordinate, and the modes that it leaves, which are those at None; `found`
+        has them from then on, if all were constants."""
         if index.__class__ is not tuple and len(self.shape) > 1:
             return self.places[int(index)], ()
         coordinates = index if index.__class__ is tuple else (index,)
@@ -435,7 +440,11 @@ class Tensor:
 
     def __getitem__(self, index: Any) -> Any:
         offset, modes = self.layout.found.get(index) or self.layout.find(index)
-        return Tensor(self.iterator + offset, _layout_of(modes)) if modes else self.iterator.get(offset)
+        return (
+            Tensor(self.iterator + offset, _layout_of(modes))
+            if modes
+            else self.iterator.get(offset)
+        )
 
     def __setitem__(self, index: Any, value: Any) -> None:
         offset, modes = self.layout.found.get(index) or self.layout.find(index)
@@ -528,7 +537,11 @@ class Turns:
             self.runnable, self.patient = self.patient, set()
         self.current = self.random.choice(sorted(self.runnable)) if self.runnable else -1
         if not self.runnable and (self.conditions or any(self.waiting.values())):
-            self.fail(RuntimeError(f"deadlock: warps wait at barriers {self.waiting}, others: {set(self.conditions)}"))
+            self.fail(
+                RuntimeError(
+                    f"deadlock: warps wait at barriers {self.waiting}, others: {set(self.conditions)}"
+                )
+            )
 
     def _until(self, warp: int) -> None:
         """Let the chosen warp run, until it is this one's turn."""
@@ -615,7 +628,9 @@ class Warp:
     def __init__(self, cta: Cta, index: int, first_tid: int) -> None:
         self.index = index
         self.lanes = [Thread(cta, self, first_tid + lane) for lane in range(WARP)]
-        self.parked: Thread | None = self.lanes[0]  # who holds the warp's place in the order of turns
+        self.parked: Thread | None = self.lanes[
+            0
+        ]  # who holds the warp's place in the order of turns
         self.ready = deque(self.lanes[1:])
         self.values: list[Any] = [None] * WARP
         self.results: list[Any] | None = None
@@ -628,17 +643,24 @@ class Warp:
         assert self.parked is not None
         self.parked.go.release()
 
-    def meet(self, place: str, value: Any = None, function: Callable[[list[Any]], Any] | None = None) -> Any:
-        """All lanes: the last one to come evaluates a function of all lanes' values, which gives each one's result."""
+    def meet(
+        self, place: str, value: Any = None, function: Callable[[list[Any]], Any] | None = None
+    ) -> Any:
+        """All lanes: the last one to come evaluates a function of all lanes' values, which gives
+        each one's result."""
         me = current()
         if self.arrived and place != self.place:
-            raise RuntimeError(f"lanes of warp {self.index} meet at different places: {self.place}, {place}")
+            raise RuntimeError(
+                f"lanes of warp {self.index} meet at different places: {self.place}, {place}"
+            )
         self.place = place
         self.values[me.lane] = value
         self.arrived += 1
         if self.arrived < WARP:
             if not self.ready:
-                raise RuntimeError(f"lanes of warp {self.index} wait for others that have left: {place}")
+                raise RuntimeError(
+                    f"lanes of warp {self.index} wait for others that have left: {place}"
+                )
             self.ready.popleft().go.release()
             me.park()
         else:
@@ -652,16 +674,27 @@ class Warp:
         if self.ready:
             self.ready.popleft().go.release()
         elif self.arrived:
-            raise RuntimeError(f"lanes of warp {self.index} have left while others wait: {self.place}")
+            raise RuntimeError(
+                f"lanes of warp {self.index} have left while others wait: {self.place}"
+            )
         else:
             turns.leave(self.index)
 
 
 class Cta:
-    """One of a cluster, in which warps are numbered throughout. mbarriers by address: see `simt_cluster`."""
+    """One of a cluster, in which warps are numbered throughout. mbarriers by address: see
+    `simt_cluster`."""
 
-    def __init__(self, cluster: Cluster, rank: int, block: tuple[int, int, int], threads: int, memory: Global) -> None:
-        self.cluster, self.rank, self.block, self.threads, self.memory = cluster, rank, block, threads, memory
+    def __init__(
+        self, cluster: Cluster, rank: int, block: tuple[int, int, int], threads: int, memory: Global
+    ) -> None:
+        self.cluster, self.rank, self.block, self.threads, self.memory = (
+            cluster,
+            rank,
+            block,
+            threads,
+            memory,
+        )
         first = rank * (threads // WARP)
         self.warps = [Warp(self, first + i, i * WARP) for i in range(threads // WARP)]
         self.shared = Memory(232_448, base=1024)
@@ -687,7 +720,9 @@ class Cluster:
         seed: int,
     ) -> None:
         self.grid = grid
-        self.ctas = [Cta(self, rank, (block[0] + rank, *block[1:]), threads, memory) for rank in range(size)]
+        self.ctas = [
+            Cta(self, rank, (block[0] + rank, *block[1:]), threads, memory) for rank in range(size)
+        ]
         self.warps = [warp for cta in self.ctas for warp in cta.warps]
         self.turns = Turns(self.warps, seed)
         self.arrivals = 0  # of warps, at the cluster's barrier
@@ -719,8 +754,12 @@ class Cluster:
         if self.turns.failure is not None:
             raise self.turns.failure
         if any(self.turns.arrived.values()) or self.arrivals % len(self.warps):
-            raise RuntimeError(f"threads left at barriers: {self.turns.arrived}, the cluster's: {self.arrivals}")
-        assert all(thread.waited_for_previous for thread in threads), "some never waited for the previous launch"
+            raise RuntimeError(
+                f"threads left at barriers: {self.turns.arrived}, the cluster's: {self.arrivals}"
+            )
+        assert all(thread.waited_for_previous for thread in threads), (
+            "some never waited for the previous launch"
+        )
         for cta in self.ctas:
             for barrier in cta.barriers.values():
                 barrier.check_empty()
@@ -754,11 +793,17 @@ def _shuffle(place: str, source: Callable[[int, Any], int]) -> Callable[..., Any
 def _mma(lanes: list[Any]) -> list[Any]:
     """m16n8k16 in BF16; the sums are exact, then rounded."""
     words = np.array([[bits(word) for word in lane[:6]] for lane in lanes], dtype=np.uint32)
-    halves = np.stack((words << 16, words & 0xFFFF0000), axis=-1).view(np.float32).astype(np.float64)
+    halves = (
+        np.stack((words << 16, words & 0xFFFF0000), axis=-1).view(np.float32).astype(np.float64)
+    )
     # Lane 4g + t: words by half of k and, of a, half of the rows; columns 2t and 2t + 1.
     a = halves[:, :4].reshape(8, 4, 2, 2, 2).transpose(3, 0, 2, 1, 4).reshape(16, 16)
     b = halves[:, 4:].reshape(8, 4, 2, 2).transpose(2, 1, 3, 0).reshape(16, 8)
-    c = np.array([[float(x) for x in lane[6:]] for lane in lanes]).reshape(8, 4, 2, 2).transpose(2, 0, 1, 3)
+    c = (
+        np.array([[float(x) for x in lane[6:]] for lane in lanes])
+        .reshape(8, 4, 2, 2)
+        .transpose(2, 0, 1, 3)
+    )
     with np.errstate(all="ignore"):
         d = a @ b + c.reshape(16, 8)
     rows = d.reshape(2, 8, 4, 2).transpose(1, 2, 0, 3).reshape(WARP, 4).tolist()
@@ -777,7 +822,10 @@ def _word_operation(code: str) -> Callable[..., int]:
             "{$r1}, {$r0};",
             lambda low, high: _bf16_bits(float(low)) | _bf16_bits(float(high)) << 16,
         ),
-        "fma.rn.f32": ("{$r0}, {$r1}, {$r2};", lambda a, b, c: bits(Float32(float(a) * float(b) + float(c)))),
+        "fma.rn.f32": (
+            "{$r0}, {$r1}, {$r2};",
+            lambda a, b, c: bits(Float32(float(a) * float(b) + float(c))),
+        ),
     }
     operation = code.split()[0]
     if operation not in found:
@@ -788,7 +836,11 @@ def _word_operation(code: str) -> Callable[..., int]:
 
 
 def inline_ptx(
-    code: str, *, write_only_types: Sequence[type[Scalar]] = (), read_only_args: Sequence[Any] = (), **_: Any
+    code: str,
+    *,
+    write_only_types: Sequence[type[Scalar]] = (),
+    read_only_args: Sequence[Any] = (),
+    **_: Any,
 ) -> Any:
     args = read_only_args
     if code.startswith("mma.sync.aligned.m16n8k16.row.col.f32.bf16"):
@@ -805,11 +857,16 @@ def inline_ptx(
 def _special(_kind: Any, _operands: Any, code: str, *_: Any, **__: Any) -> Int32:
     """`llvm.inline_asm` that moves a special register."""
     me = current()
-    registers = {"%tid.x": me.tid, **{f"%ctaid.{axis}": at for axis, at in zip("xyz", me.cta.block, strict=True)}}
+    registers = {
+        "%tid.x": me.tid,
+        **{f"%ctaid.{axis}": at for axis, at in zip("xyz", me.cta.block, strict=True)},
+    }
     return Int32(registers[code.split()[-1].rstrip(";")])
 
 
-def _barrier(*, barrier_id: int = 0, number_of_threads: int | None = None, wait: bool = True) -> None:
+def _barrier(
+    *, barrier_id: int = 0, number_of_threads: int | None = None, wait: bool = True
+) -> None:
     me = current()
 
     def arrive(_: list[Any]) -> None:
@@ -830,7 +887,9 @@ def _wait_for_previous() -> None:
 
 
 class _SmemAllocator:
-    def allocate_tensor(self, kind: type[Scalar], layout: Layout, byte_alignment: int = 16) -> Tensor:
+    def allocate_tensor(
+        self, kind: type[Scalar], layout: Layout, byte_alignment: int = 16
+    ) -> Tensor:
         me = current()
         me.top = -(-me.top // byte_alignment) * byte_alignment
         pointer = Pointer(kind, me.top, me.cta.shared)
@@ -845,7 +904,9 @@ class _SmemAllocator:
 def _make_ptr(kind: type[Scalar], address: Any, space: str, assumed_align: int = 1) -> Pointer:
     if int(address) % assumed_align:
         raise ValueError(f"address {int(address)} is no multiple of {assumed_align}")
-    return Pointer(kind, int(address), current().cta.memory if space == "gmem" else current().cta.shared)
+    return Pointer(
+        kind, int(address), current().cta.memory if space == "gmem" else current().cta.shared
+    )
 
 
 def _make_rmem_tensor(shape: Any, kind: type[Scalar]) -> Tensor:
@@ -878,7 +939,9 @@ class _Kernel:
         self.function = function
 
     def __call__(self, *arguments: Any) -> SimpleNamespace:
-        def launch(*, block: tuple[int, int, int], cluster: tuple[int, int, int] = (1, 1, 1), **_: Any) -> None:
+        def launch(
+            *, block: tuple[int, int, int], cluster: tuple[int, int, int] = (1, 1, 1), **_: Any
+        ) -> None:
             _launched.append((self, arguments, block[0], cluster[0]))
 
         return SimpleNamespace(launch=launch)
@@ -889,7 +952,11 @@ _launched: list[tuple[_Kernel, Sequence[Any], int, int]] = []
 
 def _modules() -> dict[str, ModuleType]:
     """Stand-ins for what the kernels import of the DSL."""
-    cutlass, cute, memory = ModuleType("cutlass"), ModuleType("cutlass.cute"), ModuleType("cutlass.memory")
+    cutlass, cute, memory = (
+        ModuleType("cutlass"),
+        ModuleType("cutlass.cute"),
+        ModuleType("cutlass.memory"),
+    )
     arch = SimpleNamespace(
         thread_idx=lambda: (Int32(current().tid), Int32(0), Int32(0)),
         block_idx=lambda: tuple(Int32(i) for i in current().cta.block),
@@ -948,7 +1015,8 @@ def _module(name: str) -> str:
 
 
 def load(*names: str) -> dict[str, ModuleType]:
-    """Copies of modules of `kda_kernels`, and of those that they need, over the stand-ins, by their last names."""
+    """Copies of modules of `kda_kernels`, and of those that they need, over the stand-ins, by their
+    last names."""
     modules = sources.in_order(map(_module, names))
     loaded: dict[str, ModuleType] = {}
     stand_ins = _modules()
@@ -988,7 +1056,8 @@ def _bundle_class(name: str, names: tuple[str, ...]) -> type:
 
 
 def _make_dataclass(name: str, names: Iterable[str], frozen: bool) -> type:
-    """The class of a bundle once: every emulated thread makes a bundle, and making a class takes a millisecond."""
+    """The class of a bundle once: every emulated thread makes a bundle, and making a class takes a
+    millisecond."""
     assert frozen
     return _bundle_class(name, tuple(names))
 
@@ -1023,24 +1092,36 @@ def run(
     return used
 
 
-def run_step(module: ModuleType, problem: Problem, spec: Any, operands: StepOperands, seed: int, sms: int = 1) -> None:
+def run_step(
+    module: ModuleType, problem: Problem, spec: Any, operands: StepOperands, seed: int, sms: int = 1
+) -> None:
     """Compile and launch a step of a variant that `load` gave, on operands in the CPU's memory.
 
     sms   of the GPU that a persistent kernel has for itself
     """
-    tensors = [t for f in fields(operands) if isinstance(t := getattr(operands, f.name), torch.Tensor)]
+    tensors = [
+        t for f in fields(operands) if isinstance(t := getattr(operands, f.name), torch.Tensor)
+    ]
     spans = [(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in tensors]
 
-    def build(host: Callable[..., None], arguments: Callable[[], tuple[Any, ...]], **named: Any) -> Any:
+    def build(
+        host: Callable[..., None], arguments: Callable[[], tuple[Any, ...]], **named: Any
+    ) -> Any:
         prototypes, plan = arguments()
 
-        def launch(grid: tuple[int, int, int], values: Sequence[Any], stream: int, pdl: bool) -> None:
+        def launch(
+            grid: tuple[int, int, int], values: Sequence[Any], stream: int, pdl: bool
+        ) -> None:
             kinds = (globals()[type(p).__name__] for p in prototypes)
             host(type(prototypes)(*(kind(v) for kind, v in zip(kinds, values, strict=True))), plan)
             kernel, passed, threads, cluster = _launched.pop()
             assert (threads, cluster) == (named["threads"], named["cluster"])
-            used = run(kernel, passed, grid=grid, threads=threads, spans=spans, cluster=cluster, seed=seed)
-            assert used == plan.smem_bytes, f"{used} bytes of shared memory, planned {plan.smem_bytes}"
+            used = run(
+                kernel, passed, grid=grid, threads=threads, spans=spans, cluster=cluster, seed=seed
+            )
+            assert used == plan.smem_bytes, (
+                f"{used} bytes of shared memory, planned {plan.smem_bytes}"
+            )
 
         return SimpleNamespace(launch=launch)
 
@@ -1064,8 +1145,11 @@ def with_bf16_weights(operands: StepOperands) -> StepOperands:
     return replace(operands, conv_weight=operands.conv_weight.bfloat16(), conv_bias=bias)
 
 
-def asked_copies(thread: int, function: Callable[..., None], *arguments: Any) -> list[tuple[int, int, int]]:
-    """(shared address, global address, bytes) of the cp.async that a thread issues in a function."""
+def asked_copies(
+    thread: int, function: Callable[..., None], *arguments: Any
+) -> list[tuple[int, int, int]]:
+    """(shared address, global address, bytes) of the cp.async that a thread issues in a
+    function."""
     global _running
     warp: Any = SimpleNamespace()
     _running = Thread(warp, warp, thread)

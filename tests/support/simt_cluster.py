@@ -1,7 +1,9 @@
-"""`simt` for kernels with mbarriers, and for those whose CTAs form clusters and send to each other by st.async.
+"""`simt` for kernels with mbarriers, and for those whose CTAs form clusters and send to each other
+by st.async.
 
-What a CTA sends arrives as late as it may: when the receiver waits, and all that the mbarrier expects has been sent.
-With `Barrier.early` it arrives at once, over whatever is still to be read there.
+What a CTA sends arrives as late as it may: when the receiver waits, and all that the mbarrier
+expects has been sent. With `Barrier.early` it arrives at once, over whatever is still to be read
+there.
 """
 
 from __future__ import annotations
@@ -132,7 +134,9 @@ def _peer(shared: Any, rank: Any) -> simt.Int32:
 def _send(address: Any, barrier: Any, *words: Any) -> None:
     """st.async."""
     cluster = simt.current().cta.cluster
-    (rank, place), (same, place_of_barrier) = (divmod(int(a), 1 << _RANK_BITS) for a in (address, barrier))
+    (rank, place), (same, place_of_barrier) = (
+        divmod(int(a), 1 << _RANK_BITS) for a in (address, barrier)
+    )
     assert rank == same > 0, "an address and its mbarrier must be of one CTA of the cluster"
     if cluster.arrivals < len(cluster.warps):
         raise RuntimeError("sends to a CTA that may not have started")

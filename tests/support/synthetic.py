@@ -1,4 +1,5 @@
-"""Made-up records of a device that doesn't exist, from the floor model. For tests alone; never a measurement."""
+"""Made-up records of a device that doesn't exist, from the floor model. For tests alone; never a
+measurement."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ CANDIDATES = (STOCK, *(split(s, pdl) for s in (1, 2, 4, 8) for pdl in (False, Tr
 
 
 def model_us(cell: Cell, candidate: Candidate) -> float:
-    """Many splits win at few items, one at many; stock has a high start and wins windows of very many items."""
+    """Many splits win at few items, one at many; stock has a high start and wins windows of very
+    many items."""
     floor = cell.problem.floor_us()
     if candidate.variant == "stock":
         return 6.0 + floor * (1.3 if cell.kind == "decode" else 1.02)
@@ -58,7 +60,9 @@ def measurement(
     return replace(plain, **changes)
 
 
-def failed(cell: Cell, candidate: Candidate, status: str = "fault", process: int = 0) -> Measurement:
+def failed(
+    cell: Cell, candidate: Candidate, status: str = "fault", process: int = 0
+) -> Measurement:
     return measurement(cell, candidate, (), process, status=status, reason=f"synthetic {status}")
 
 
@@ -72,4 +76,6 @@ def measurements(
             for process in range(processes):
                 bias = rng.gauss(1, noise)
                 us = model_us(cell, candidate)
-                yield measurement(cell, candidate, [us * bias * rng.gauss(1, noise) for _ in range(5)], process)
+                yield measurement(
+                    cell, candidate, [us * bias * rng.gauss(1, noise) for _ in range(5)], process
+                )

@@ -1,4 +1,5 @@
-"""A worker process whose measurements are made up and whose candidates misbehave as their spec says.
+"""A worker process whose measurements are made up and whose candidates misbehave as their spec
+says.
 
 Light to import: every process that a test spawns imports this.
 """
@@ -31,14 +32,25 @@ def candidate(split: int, does: str = "its work") -> Candidate:
 
 
 def make_sweep(
-    folder: Path, candidates: tuple[Candidate, ...], requests: tuple[int, ...] = (1,), processes: int = 1
+    folder: Path,
+    candidates: tuple[Candidate, ...],
+    requests: tuple[int, ...] = (1,),
+    processes: int = 1,
 ) -> Sweep:
     cells = tuple(Cell("decode", r, 12) for r in requests)
-    return Sweep(folder / "made-up.toml", "Is it kept?", ("KdaSplit",), processes, cells, candidates)
+    return Sweep(
+        folder / "made-up.toml", "Is it kept?", ("KdaSplit",), processes, cells, candidates
+    )
 
 
 def run(sweep: Sweep, out: Path, **options: Any) -> session.Summary:
-    given = {"device": "cuda:0", "out": out, "results": out / "results", "plan": PLAN, "worker_main": obedient}
+    given = {
+        "device": "cuda:0",
+        "out": out,
+        "results": out / "results",
+        "plan": PLAN,
+        "worker_main": obedient,
+    }
     return session.run_sweep(sweep, **given | options)
 
 
@@ -56,7 +68,11 @@ class NoisyClock:
             return Reading(float("nan"))
         if candidate.options["does"] == "hang in the rounds":
             time.sleep(1000)
-        return Reading((5 - int(candidate.options["split"]) / 10) * (1 + self.random.gauss(0, 0.001)), 1980, False)
+        return Reading(
+            (5 - int(candidate.options["split"]) / 10) * (1 + self.random.gauss(0, 0.001)),
+            1980,
+            False,
+        )
 
 
 class UnpicklableError(Exception):
@@ -115,7 +131,9 @@ def obedient(pipe: Connection, index: int) -> None:
 
         clock = Announcing(pipe, job.cell.key)
         history: Mapping[Candidate, Any] = job.history
-        contest = run_contest(ready, clock, job.plan, history=history, first_round=job.first_round, on_round=keep)
+        contest = run_contest(
+            ready, clock, job.plan, history=history, first_round=job.first_round, on_round=keep
+        )
         for c in ready:
             if c in contest.samples:
                 outcome(pipe, c, "ok", contest.left.get(c))
@@ -150,7 +168,11 @@ def prepare(pipe: Connection, candidate: Candidate, company: int) -> bool:
 
 
 def outcome(pipe: Connection, candidate: Candidate, status: Any, reason: str | None) -> None:
-    pipe.send(worker.Outcome(candidate, status, reason, 10**9, 10**6, "sha256:" + "0" * 64, {"compile_s": 1.5}))
+    pipe.send(
+        worker.Outcome(
+            candidate, status, reason, 10**9, 10**6, "sha256:" + "0" * 64, {"compile_s": 1.5}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The search for schedules: spaces, samplers, studies that are killed, heats on workers, the command."""
+"""The search for schedules: spaces, samplers, studies that are killed, heats on workers, the
+command."""
 
 from __future__ import annotations
 
@@ -41,19 +42,29 @@ CELL = Cell("decode", 8, 12)
 def finished(storage: Any) -> list[tuple[Any, ...]]:
     """What counts of all finished trials."""
     studies = optuna.study.get_all_study_names(storage)
-    trials = [(name, t) for name in studies for t in optuna.load_study(study_name=name, storage=storage).trials]
+    trials = [
+        (name, t)
+        for name in studies
+        for t in optuna.load_study(study_name=name, storage=storage).trials
+    ]
     return sorted(
-        (name, sorted(t.params.items()), t.state.name, t.value) for name, t in trials if t.state.is_finished()
+        (name, sorted(t.params.items()), t.state.name, t.value)
+        for name, t in trials
+        if t.state.is_finished()
     )
 
 
-# --- spaces -----------------------------------------------------------------------------------------------------------
+# --- spaces
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_space_is_its_points_not_their_box() -> None:
     options = [{"split": 1, "staging": "shared"}, {"split": 2}, {"split": 8}, {"split": 8}]
     full = [{"staging": "registers", "gate_mode": 0, **options} for options in options]
-    found = Space.of("KdaSplit", [Point(Candidate.of("KdaSplit", s), o) for s, o in zip(options, full, strict=True)])
+    found = Space.of(
+        "KdaSplit",
+        [Point(Candidate.of("KdaSplit", s), o) for s, o in zip(options, full, strict=True)],
+    )
     assert len(found.points) == 3
     assert found.values == {"split": [1, 2, 8], "staging": ["registers", "shared"]}
     assert isinstance(found.distributions["split"], optuna.distributions.IntDistribution)
@@ -65,8 +76,14 @@ def test_a_space_is_its_points_not_their_box() -> None:
 
 
 def test_none_and_flags_are_values_of_an_option() -> None:
-    options: list[dict[str, Any]] = [{"ctas": None, "pdl": True}, {"ctas": 2, "pdl": False}, {"ctas": 3, "pdl": True}]
-    found = Space.of("KdaWide", [Point(Candidate.of("KdaWide", {"n": n}), o) for n, o in enumerate(options)])
+    options: list[dict[str, Any]] = [
+        {"ctas": None, "pdl": True},
+        {"ctas": 2, "pdl": False},
+        {"ctas": 3, "pdl": True},
+    ]
+    found = Space.of(
+        "KdaWide", [Point(Candidate.of("KdaWide", {"n": n}), o) for n, o in enumerate(options)]
+    )
     assert isinstance(found.distributions["ctas"], optuna.distributions.CategoricalDistribution)
     assert [found.place(params) for params in found.params] == [0, 1, 2]
 
@@ -90,12 +107,20 @@ def test_titles_tell_cells_apart() -> None:
     assert cell_title(CELL) == "decode H=12 R=8"
 
 
-# --- samplers ---------------------------------------------------------------------------------------------------------
+# --- samplers
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_sampler_takes_every_point_once(kind: Any) -> None:
-    small = space({"split": (1, 2, 4, 8), "threads": (128, 256), "staging": ("registers",), "pdl": (False, True)})
+    small = space(
+        {
+            "split": (1, 2, 4, 8),
+            "threads": (128, 256),
+            "staging": ("registers",),
+            "pdl": (False, True),
+        }
+    )
     task = search.Task(CELL, Space.of("KdaSplit", small.points[:7]))
     bench, storage = PlantedBench(), InMemoryStorage()
     summary = search.run([task], bench, storage, search.Options(50, kind, finalists=0, processes=0))
@@ -108,7 +133,12 @@ def test_every_sampler_takes_every_point_once(kind: Any) -> None:
 def test_a_seed_repeats_a_search() -> None:
     def path(seed: int) -> list[Any]:
         storage = InMemoryStorage()
-        search.run(TASKS[:1], PlantedBench(), storage, search.Options(9, "tpe", seed, finalists=0, processes=0))
+        search.run(
+            TASKS[:1],
+            PlantedBench(),
+            storage,
+            search.Options(9, "tpe", seed, finalists=0, processes=0),
+        )
         return finished(storage)
 
     assert path(3) == path(3)
@@ -131,7 +161,10 @@ def test_a_quarter_of_a_grid_is_enough_for_tpe(seed: int) -> None:
 def recorded_tasks(bench: RecordedBench, cells: Sequence[Cell], variant: str) -> list[search.Task]:
     return [
         search.Task(
-            cell, Space.of(variant, [Point(c, c.options) for c in bench.recorded(cell) if c.variant == variant])
+            cell,
+            Space.of(
+                variant, [Point(c, c.options) for c in bench.recorded(cell) if c.variant == variant]
+            ),
         )
         for cell in cells
     ]
@@ -139,13 +172,20 @@ def recorded_tasks(bench: RecordedBench, cells: Sequence[Cell], variant: str) ->
 
 @pytest.mark.parametrize("sampler", ["tpe", "transfer"])
 def test_a_quarter_of_the_recorded_grid_is_enough(sampler: Any) -> None:
-    """Decodes of the H200, 168 candidates in each: within 1 % of the exhaustive best, with each of five seeds."""
+    """Decodes of the H200, 168 candidates in each: within 1 % of the exhaustive best, with each of
+    five seeds."""
     path = ROOT / "results" / "nvidia-h200" / "grid.jsonl"
-    lines = [line for line in path.read_text().splitlines() if '"decode"' in line and '"KdaSplit"' in line]
+    lines = [
+        line
+        for line in path.read_text().splitlines()
+        if '"decode"' in line and '"KdaSplit"' in line
+    ]
     bench = RecordedBench([Measurement.from_json(json.loads(line)) for line in lines])
     tasks = recorded_tasks(bench, bench.cells, "KdaSplit")
     assert [len(t.space.points) for t in tasks] == [168] * 6
-    best = [min(us for p in t.space.points if (us := bench.time_us(t.cell, p.candidate))) for t in tasks]
+    best = [
+        min(us for p in t.space.points if (us := bench.time_us(t.cell, p.candidate))) for t in tasks
+    ]
     for seed in range(5):
         options = search.Options(sampler=sampler, seed=seed, share=0.25, finalists=0, processes=0)
         outcomes = search.run(tasks, bench, InMemoryStorage(), options).outcomes
@@ -153,7 +193,8 @@ def test_a_quarter_of_the_recorded_grid_is_enough(sampler: Any) -> None:
         assert all(o.best_so_far()[-1] <= 1.01 * us for o, us in zip(outcomes, best, strict=True))
 
 
-# --- studies ----------------------------------------------------------------------------------------------------------
+# --- studies
+# ----------------------------------------------------------------------------------------------------------
 
 
 class Scripted:
@@ -165,12 +206,18 @@ class Scripted:
     def fresh(self) -> None:
         pass
 
-    def heat(self, cell: Cell, candidates: Sequence[Candidate], plan: Plan, process: int = 0) -> Heat:
+    def heat(
+        self, cell: Cell, candidates: Sequence[Candidate], plan: Plan, process: int = 0
+    ) -> Heat:
         split = int(candidates[0].options["split"])
-        self.pairs.append((split, int(candidates[1].options["split"]) if len(candidates) > 1 else None))
+        self.pairs.append(
+            (split, int(candidates[1].options["split"]) if len(candidates) > 1 else None)
+        )
         heat = Heat(Contest({}, {}, {}))
         for n, c in enumerate(candidates):
-            heat.contest.samples[c] = [planted_us(cell, c) * (1 + 0.01 * len(self.pairs) * (n + 1) / (n + 1))] * 3
+            heat.contest.samples[c] = [
+                planted_us(cell, c) * (1 + 0.01 * len(self.pairs) * (n + 1) / (n + 1))
+            ] * 3
             heat.contest.rounds[c] = [0, 1, 2]
         match self.does.get(split):
             case "wrong":
@@ -182,12 +229,16 @@ class Scripted:
         return heat
 
 
-SPLITS = search.Task(CELL, space({"split": (1, 2, 4, 8), "threads": (128,), "staging": ("shared",), "pdl": (False,)}))
+SPLITS = search.Task(
+    CELL, space({"split": (1, 2, 4, 8), "threads": (128,), "staging": ("shared",), "pdl": (False,)})
+)
 
 
 def test_what_failed_has_no_value_and_what_was_pruned_its_first_round() -> None:
     bench = Scripted({1: "wrong", 8: "hopeless"})
-    outcome = search.run([SPLITS], bench, InMemoryStorage(), search.Options(10, "exhaustive")).outcomes[0]
+    outcome = search.run(
+        [SPLITS], bench, InMemoryStorage(), search.Options(10, "exhaustive")
+    ).outcomes[0]
     assert [t.state.name for t in outcome.trials] == ["FAIL", "COMPLETE", "COMPLETE", "PRUNED"]
     assert outcome.trials[0].values is None
     assert outcome.trials[0].user_attrs["heat"]["reason"] == "made up"
@@ -199,17 +250,23 @@ def test_what_failed_has_no_value_and_what_was_pruned_its_first_round() -> None:
 
 def test_drift_between_trials_cancels() -> None:
     """The made-up GPU slows down by 1 % a trial; values stay as if it didn't."""
-    outcome = search.run([SPLITS], Scripted({}), InMemoryStorage(), search.Options(10, "exhaustive")).outcomes[0]
+    outcome = search.run(
+        [SPLITS], Scripted({}), InMemoryStorage(), search.Options(10, "exhaustive")
+    ).outcomes[0]
     first = outcome.trials[0].value
     assert first is not None
     for trial in outcome.trials:
         split = trial.params["split"]
         true = planted_us(CELL, SPLITS.space.points[[1, 2, 4, 8].index(split)].candidate)
-        assert trial.value == pytest.approx(first * true / planted_us(CELL, SPLITS.space.points[0].candidate))
+        assert trial.value == pytest.approx(
+            first * true / planted_us(CELL, SPLITS.space.points[0].candidate)
+        )
 
 
 def test_the_best_are_measured_again_against_the_default() -> None:
-    outcome = search.run([SPLITS], PlantedBench(), InMemoryStorage(), search.Options(10, "exhaustive")).outcomes[0]
+    outcome = search.run(
+        [SPLITS], PlantedBench(), InMemoryStorage(), search.Options(10, "exhaustive")
+    ).outcomes[0]
     verdict = outcome.verdict
     assert verdict is not None
     assert (verdict.winner.options["split"], verdict.verdict) == (4, "faster")
@@ -225,7 +282,9 @@ def test_nothing_works() -> None:
 
 
 def test_neighbours_winners_are_tried_first() -> None:
-    summary = search.run(TASKS, PlantedBench(), InMemoryStorage(), search.Options(8, "random", warm=True))
+    summary = search.run(
+        TASKS, PlantedBench(), InMemoryStorage(), search.Options(8, "random", warm=True)
+    )
     first = summary.outcomes[0].trials[0]
     assert summary.outcomes[1].trials[0].params == first.params
 
@@ -256,11 +315,15 @@ def test_an_interrupted_trial_is_queued_again() -> None:
 
 def test_killed_five_times_a_search_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
     whole = tmp_path / "whole.db"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in (".", "kernels", "tests"))}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in (".", "kernels", "tests")),
+    }
 
     def start(path: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, str(ROOT / "tests" / "support" / "tune_killed.py"), str(path)], env=environment
+            [sys.executable, str(ROOT / "tests" / "support" / "tune_killed.py"), str(path)],
+            env=environment,
         )
 
     with search.open_storage(whole) as storage:
@@ -289,7 +352,9 @@ def trials_in(path: Path) -> int:
 
     try:
         with sqlite3.connect(f"file:{path}?mode=ro", uri=True) as db:
-            return int(db.execute("SELECT count(*) FROM trials WHERE state = 'COMPLETE'").fetchone()[0])
+            return int(
+                db.execute("SELECT count(*) FROM trials WHERE state = 'COMPLETE'").fetchone()[0]
+            )
     except sqlite3.OperationalError:
         return 0
 
@@ -297,12 +362,13 @@ def trials_in(path: Path) -> int:
 def test_one_search_at_a_time(tmp_path: Path) -> None:
     from kdabench.measure.journal import JournalBusy
 
-    with search.open_storage(tmp_path / "a.db"), pytest.raises(JournalBusy, match=r"a\.db: is being written by pid"):  # noqa: SIM117
-        with search.open_storage(tmp_path / "a.db"):
-            pass
+    busy = pytest.raises(JournalBusy, match=r"a\.db: is being written by pid")
+    with search.open_storage(tmp_path / "a.db"), busy, search.open_storage(tmp_path / "a.db"):
+        pass
 
 
-# --- heats ------------------------------------------------------------------------------------------------------------
+# --- heats
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_heat_on_records() -> None:
@@ -321,7 +387,9 @@ def test_a_heat_on_records() -> None:
     assert bench.heat(CELL, [broken, fast], Plan()).failed == {broken: ("wrong", "synthetic wrong")}
 
 
-def test_a_heat_on_a_worker_and_one_that_loses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heat_on_a_worker_and_one_that_loses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     good, better, bad = workers.candidate(1), workers.candidate(8), workers.candidate(2, "abort")
     notes: list[str] = []
     with WorkerBench(0, notes.append, workers.obedient) as bench:
@@ -334,7 +402,8 @@ def test_a_heat_on_a_worker_and_one_that_loses_it(tmp_path: Path, monkeypatch: p
         assert bench.heat(CELL, [good], workers.PLAN).failed == {}
 
 
-# --- the command ------------------------------------------------------------------------------------------------------
+# --- the command
+# ------------------------------------------------------------------------------------------------------
 
 SWEEP = """\
 question = "Which split of a made-up device is fastest?"
@@ -352,12 +421,16 @@ pdl = [false, true]
 
 
 @pytest.fixture
-def kdabench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def kdabench(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Any:
     """Run a command where a made-up device was recorded: exit status, stdout and stderr."""
     (tmp_path / "made-up.toml").write_text(SWEEP)
     plan = inputs.load_sweep(tmp_path / "made-up.toml", 100)
     folder = tmp_path / "results" / "synthetic-one"
-    measurements.dump(synthetic.measurements(plan.cells, plan.candidates, processes=3), folder / "made-up.jsonl")
+    measurements.dump(
+        synthetic.measurements(plan.cells, plan.candidates, processes=3), folder / "made-up.jsonl"
+    )
     (folder / "env.json").write_text(json.dumps(synthetic.ENVS))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("kdabench.measure.session._gpu_count", lambda: 0)
@@ -439,9 +512,14 @@ def test_an_option_without_values_to_try_is_named(
     monkeypatch.setattr(variants, "declared", lambda name: declared)
     with pytest.raises(typer.Exit):
         list(tuning._every("stock", CELL))
-    assert "stock: option value_tile counts something: TRIED must list values" in capsys.readouterr().err
+    assert (
+        "stock: option value_tile counts something: TRIED must list values"
+        in capsys.readouterr().err
+    )
 
 
 def test_importance_names_the_option_that_matters() -> None:
-    outcomes = search.run(TASKS[:1], PlantedBench(), InMemoryStorage(), search.Options(32, "random")).outcomes
+    outcomes = search.run(
+        TASKS[:1], PlantedBench(), InMemoryStorage(), search.Options(32, "random")
+    ).outcomes
     assert next(iter(search_plot.importances(outcomes))) == "split"

@@ -1,4 +1,5 @@
-"""Schedule tables: an entry for each measured request count, and one table that all windows can share.
+"""Schedule tables: an entry for each measured request count, and one table that all windows can
+share.
 
 Of the variant that declares the rule `schedule`.
 """
@@ -19,14 +20,15 @@ from kdabench.policy.regret import NOWHERE, TIE, Grid, Mask
 from kdabench.policy.thresholds.ladder import NO_TIME, SAME, Solved
 
 Group = tuple[str, int, int, int]
-"""(kind, tokens, heads, requests) that one entry of a table serves. Of the table that windows share: ("", 0, ...)."""
+"""(kind, tokens, heads, requests) that one entry of a table serves. Of the table that windows
+share: ("", 0, ...)."""
 
 
 def settle(groups: Sequence[tuple[Any, ...]], tied: Sequence[set[int]]) -> list[int]:
     """One schedule per group out of those tied there; NOWHERE where none is.
 
-    Along the requests, the last entry of a group, as few changes as can be; then schedules that are tied in most
-    groups, so that few distinct ones are left; then the lexicographically first.
+    Along the requests, the last entry of a group, as few changes as can be; then schedules that are
+    tied in most groups, so that few distinct ones are left; then the lexicographically first.
     """
     popularity = Counter(s for choices in tied for s in choices)
     rank = {s: i for i, s in enumerate(sorted(popularity, key=lambda s: (-popularity[s], s)))}
@@ -50,7 +52,10 @@ def _extend(
     r = rank[schedule]
     if not ways:
         return 0, r, (r,)
-    return min((changes + (s != schedule), ranks + r, (*path, r)) for s, (changes, ranks, path) in ways.items())
+    return min(
+        (changes + (s != schedule), ranks + r, (*path, r))
+        for s, (changes, ranks, path) in ways.items()
+    )
 
 
 def _own(cell: Cell) -> Group:
@@ -62,7 +67,8 @@ def _shared(cell: Cell) -> Group:
 
 
 def own_schedules(grid: Grid) -> dict[Group, int]:
-    """Index of the candidate that each cell has in the table of its kind and token count, ties settled."""
+    """Index of the candidate that each cell has in the table of its kind and token count, ties
+    settled."""
     found: dict[Group, int] = {}
     for kinds in (("decode",), WINDOW_KINDS):
         rows = np.isin(grid.cells.kinds, kinds)
@@ -77,8 +83,11 @@ def shared_schedules(grid: Grid, solved: Mapping[str, Solved]) -> dict[Group, in
     return _schedules(grid, rows, ours, _shared)
 
 
-def _schedules(grid: Grid, rows: Mask, served: Mask, group: Callable[[Cell], Group]) -> dict[Group, int]:
-    """The candidate of each group of some cells, ties settled. A group that isn't served anywhere gets one too.
+def _schedules(
+    grid: Grid, rows: Mask, served: Mask, group: Callable[[Cell], Group]
+) -> dict[Group, int]:
+    """The candidate of each group of some cells, ties settled. A group that isn't served anywhere
+    gets one too.
 
     A schedule must work wherever any does.
     """
@@ -103,7 +112,9 @@ def _schedules(grid: Grid, rows: Mask, served: Mask, group: Callable[[Cell], Gro
     return {g: candidates[s] for g, s in zip(found, chosen, strict=True) if s != NOWHERE}
 
 
-def table_of(grid: Grid, schedules: Mapping[Group, int], step: tuple[str, int]) -> dict[int, dict[int, Options]]:
+def table_of(
+    grid: Grid, schedules: Mapping[Group, int], step: tuple[str, int]
+) -> dict[int, dict[int, Options]]:
     table: dict[int, dict[int, Options]] = {}
     for (kind, tokens, heads, requests), index in sorted(schedules.items()):
         if (kind, tokens) == step:
@@ -115,6 +126,9 @@ def thinned(table: ScheduleTable) -> ScheduleTable:
     """Without the entries between two of the same schedule: the nearest entry says the same."""
     found: dict[int, dict[int, Options]] = {}
     for heads, row in table.items():
-        runs = [[requests for requests, _ in run] for _, run in groupby(row.items(), key=lambda entry: entry[1])]
+        runs = [
+            [requests for requests, _ in run]
+            for _, run in groupby(row.items(), key=lambda entry: entry[1])
+        ]
         found[heads] = {requests: row[requests] for run in runs for requests in (run[0], run[-1])}
     return found

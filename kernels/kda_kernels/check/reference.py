@@ -1,8 +1,9 @@
 """Every step and commit in float64: what the kernels are checked against.
 
-Vectorized over items, serial over tokens, on any device. Rounded to BF16 exactly where docs/operation.md, "Rounding
-points", says so: SiLU output, raw gate, recurrence output before the norm, recorded keys and gates. The final output
-and the states are left unrounded: a kernel's own last rounding is part of its error.
+Vectorized over items, serial over tokens, on any device. Rounded to BF16 exactly where
+docs/operation.md, "Rounding points", says so: SiLU output, raw gate, recurrence output before the
+norm, recorded keys and gates. The final output and the states are left unrounded: a kernel's own
+last rounding is part of its error.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ KEY_EPS = 1e-6
 
 @dataclass(frozen=True)
 class StepResult:
-    """What the operands of a step must hold after it. Pages and rows that it doesn't touch equal the input.
+    """What the operands of a step must hold after it. Pages and rows that it doesn't touch equal
+    the input.
 
     out              [B, D]                 f64, not rounded
     state            [slots, H, 128, 128]   f64, not rounded
@@ -35,8 +37,10 @@ class StepResult:
     key_gates_exact  [rows, H, Q, 256]      f64, `key_gates` before rounding, or None
     live             [R]      bool   requests that run; the others get zeros and change nothing
     state_written    [slots]  bool   pages that the step writes
-    records_written  [rows]   bool   record rows whose first `tokens` entries the step writes, or None
-    padding          copies of what lies between the pages and rows of the written tensors, by operand name
+    records_written  [rows]   bool   record rows whose first `tokens` entries the step writes, or
+                     None
+    padding          copies of what lies between the pages and rows of the written tensors, by
+                     operand name
     """
 
     out: Tensor
@@ -68,10 +72,14 @@ def step(problem: Problem, operands: StepOperands, form: Form = "recurrence") ->
     keys_exact, (queries, keys, values) = exact[1], _bf16(exact)
     raw_exact = raw_gate(problem, operands, live)
     raw = _bf16(raw_exact)
-    decay = log_decay(raw, operands.A_log[:, None, None], _dt_bias(operands)[:, None, :], operands.lower_bound)
+    decay = log_decay(
+        raw, operands.A_log[:, None, None], _dt_bias(operands)[:, None, :], operands.lower_bound
+    )
     rows = projected_rows(problem, operands)[live]
     D = problem.channels
-    beta = torch.sigmoid(rows[..., 4 * D + HEAD_DIM : 4 * D + HEAD_DIM + problem.heads].double()).transpose(1, 2)
+    beta = torch.sigmoid(
+        rows[..., 4 * D + HEAD_DIM : 4 * D + HEAD_DIM + problem.heads].double()
+    ).transpose(1, 2)
 
     state = operands.state.to(torch.float64, copy=True)
     S = state[requests.read[live]]  # [live, H, V, K]
@@ -89,27 +97,39 @@ def step(problem: Problem, operands: StepOperands, form: Form = "recurrence") ->
             written[slot[slot > 0]] = True
 
     run = recurrence if form == "recurrence" else chunked
-    attended, corrections = run(S, normalized(keys), operands.scale * normalized(queries), values, decay, beta, keep)
+    attended, corrections = run(
+        S, normalized(keys), operands.scale * normalized(queries), values, decay, beta, keep
+    )
 
     result_out = torch.zeros(operands.out.shape, dtype=torch.float64, device=state.device)
     gate = rows[..., 3 * D : 4 * D].double().reshape(-1, q, problem.heads, HEAD_DIM).transpose(1, 2)
     out = _normalize(_bf16(attended), gate, operands)  # [live, H, q, V]
     result_out.view(-1, q, D)[live] = out.transpose(1, 2).flatten(2)
 
-    records = _records(operands, requests, live, corrections, torch.cat((keys_exact, raw_exact), -1), q)
+    records = _records(
+        operands, requests, live, corrections, torch.cat((keys_exact, raw_exact), -1), q
+    )
     conv_state = operands.conv_state.clone()
     entries = torch.cat((window[:, :, 1:3], inputs), 2)  # [live, 3D, q + 2]
     conv_state[page, :, : q + 2] = entries.to(conv_state.dtype)
     names = ("state", "conv_state", "corrections", "key_gates", "out")
     return StepResult(
-        result_out, state, conv_state, *records[:3], requests.live, written, records[3], paddings(operands, names)
+        result_out,
+        state,
+        conv_state,
+        *records[:3],
+        requests.live,
+        written,
+        records[3],
+        paddings(operands, names),
     )
 
 
 @dataclass(frozen=True)
 class SlotPlan:
-    """Per request, `[R]` int64 or bool: its convolution page, the state page it reads, the tokens accepted or pending
-    of its last window, its record row (-1: none), and whether it runs at all."""
+    """Per request, `[R]` int64 or bool: its convolution page, the state page it reads, the tokens
+    accepted or pending of its last window, its record row (-1: none), and whether it runs at
+    all."""
 
     page: Tensor
     read: Tensor
@@ -144,7 +164,8 @@ def recurrence(
     beta: Tensor,
     keep: Callable[[int, Tensor], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs and corrections `[..., q, V]`, token by token; `state` `[..., V, K]` is updated in place.
+    """Outputs and corrections `[..., q, V]`, token by token; `state` `[..., V, K]` is updated in
+    place.
 
     keys, queries  [..., q, K]   normalized, queries scaled
     values         [..., q, V]
@@ -174,7 +195,8 @@ def chunked(
     beta: Tensor,
     keep: Callable[[int, Tensor], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`recurrence` from 2q products with the state, which is only read, and a forward substitution."""
+    """`recurrence` from 2q products with the state, which is only read, and a forward
+    substitution."""
     L = decay.cumsum(-2)
     w = (keys * L.exp()) @ state.transpose(-1, -2)  # [..., q, V]
     y = (queries * L.exp()) @ state.transpose(-1, -2)
@@ -194,24 +216,34 @@ def chunked(
         outputs.append(o)
         if keep is not None:
             kept = slice(None, t + 1)
-            keep(t, fold(state, torch.stack(corrections, -2), keys[..., kept, :], decay[..., kept, :]))
+            keep(
+                t,
+                fold(state, torch.stack(corrections, -2), keys[..., kept, :], decay[..., kept, :]),
+            )
     return torch.stack(outputs, -2), torch.stack(corrections, -2)
 
 
-def fold(state: Tensor, corrections: Tensor, keys: Tensor, decay: Tensor, length: Tensor | None = None) -> Tensor:
-    """The state `[R, H, V, K]` after the first `length` `[R]` recorded tokens (default: all); the input is only read.
+def fold(
+    state: Tensor, corrections: Tensor, keys: Tensor, decay: Tensor, length: Tensor | None = None
+) -> Tensor:
+    """The state `[R, H, V, K]` after the first `length` `[R]` recorded tokens (default: all); the
+    input is only read.
 
     corrections  [R, H, T, V]
     keys         [R, H, T, K]   normalized
     decay        [R, H, T, K]   log
     """
     if length is not None:
-        taken = (torch.arange(keys.shape[-2], device=keys.device) < length[:, None])[:, None, :, None]
+        taken = (torch.arange(keys.shape[-2], device=keys.device) < length[:, None])[
+            :, None, :, None
+        ]
         # Whatever stands in the entries of rejected tokens, NaN too, has no part in it.
         decay, corrections, keys = (torch.where(taken, x, 0) for x in (decay, corrections, keys))
     L = decay.cumsum(-2)
     total = L[..., -1:, :]
-    return torch.mul(state, total.exp()).add_(corrections.transpose(-1, -2) @ (keys * (total - L).exp()))
+    return torch.mul(state, total.exp()).add_(
+        corrections.transpose(-1, -2) @ (keys * (total - L).exp())
+    )
 
 
 def commit(operands: CommitOperands, layer: int) -> Tensor:
@@ -225,7 +257,10 @@ def commit(operands: CommitOperands, layer: int) -> Tensor:
     u = operands.corrections[layer][rows].double()
     k, raw = _split(operands.key_gates[layer][rows])
     decay = log_decay(
-        raw, operands.A_log[layer][:, None, None], operands.dt_bias[layer][:, None, :], operands.lower_bound
+        raw,
+        operands.A_log[layer][:, None, None],
+        operands.dt_bias[layer][:, None, :],
+        operands.lower_bound,
     )
     boundaries = boundary_stores(operands)
     if boundaries is not None:
@@ -244,18 +279,24 @@ def committing(operands: CommitOperands) -> Tensor:
 
 
 def boundary_stores(operands: CommitOperands) -> Tensor | None:
-    """The slot that gets each request's state at a block boundary, 0 for none: `[R]` int64; None without align."""
+    """The slot that gets each request's state at a block boundary, 0 for none: `[R]` int64; None
+    without align."""
     if operands.boundary_length is None or operands.boundary_slot is None:
         return None
     at, slot = operands.boundary_length, operands.boundary_slot.long()
-    return torch.where(committing(operands) & (at > 0) & (at <= operands.length) & (slot > 0), slot, 0)
+    return torch.where(
+        committing(operands) & (at > 0) & (at <= operands.length) & (slot > 0), slot, 0
+    )
 
 
-def select(problem: Problem, operands: StepOperands, requests: Tensor) -> tuple[Problem, StepOperands]:
+def select(
+    problem: Problem, operands: StepOperands, requests: Tensor
+) -> tuple[Problem, StepOperands]:
     """The same step for some of its requests, with copies of their pages and record rows alone.
 
-    So that a huge cell can be checked in parts: the same call before and after the launch gives operands that
-    `step` and then `compare.check_step` take. Pages of other requests are left out, and with them their checks.
+    So that a huge cell can be checked in parts: the same call before and after the launch gives
+    operands that `step` and then `compare.check_step` take. Pages of other requests are left out,
+    and with them their checks.
     """
     requests = requests.to(operands.slots.device).long()
     slots, pages = _compact(operands.slots[requests], first=1)
@@ -294,9 +335,12 @@ def projected_rows(problem: Problem, operands: StepOperands) -> Tensor:
 
 
 def padding(tensor: Tensor) -> Tensor | None:
-    """View of the elements between the leading rows of a tensor whose rows are dense: `[n - 1, gap]`; None if none."""
+    """View of the elements between the leading rows of a tensor whose rows are dense: `[n - 1,
+    gap]`; None if none."""
     n, row, stride = tensor.shape[0], tensor.shape[1:].numel(), tensor.stride(0)
-    last = sum((size - 1) * step for size, step in zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
+    last = sum(
+        (size - 1) * step for size, step in zip(tensor.shape[1:], tensor.stride()[1:], strict=True)
+    )
     if n < 2 or stride <= row or last != row - 1:
         return None
     return tensor.as_strided((n - 1, stride - row), (stride, 1), tensor.storage_offset() + row)
@@ -304,7 +348,11 @@ def padding(tensor: Tensor) -> Tensor | None:
 
 def paddings(operands: StepOperands, names: tuple[str, ...]) -> dict[str, Tensor]:
     """Copies of `padding` of the named operands that have some."""
-    views = {name: padding(getattr(operands, name)) for name in names if getattr(operands, name) is not None}
+    views = {
+        name: padding(getattr(operands, name))
+        for name in names
+        if getattr(operands, name) is not None
+    }
     return {name: view.clone() for name, view in views.items() if view is not None}
 
 
@@ -329,11 +377,17 @@ def _times(state: Tensor, vector: Tensor) -> Tensor:
     return (state @ vector[..., None]).squeeze(-1)
 
 
-def _window(problem: Problem, operands: StepOperands, live: Tensor, page: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
+def _window(
+    problem: Problem, operands: StepOperands, live: Tensor, page: Tensor, n: Tensor
+) -> tuple[Tensor, Tensor]:
     """This step's inputs `[live, 3D, q]`, and the three before them followed by them, both f64."""
-    inputs = projected_rows(problem, operands)[live, :, : 3 * problem.channels].double().transpose(1, 2)
+    inputs = (
+        projected_rows(problem, operands)[live, :, : 3 * problem.channels].double().transpose(1, 2)
+    )
     at = (n - 1).clamp(min=0)[:, None] + torch.arange(3, device=n.device)
-    history = operands.conv_state[page].gather(2, at[:, None, :].expand(-1, 3 * problem.channels, -1))
+    history = operands.conv_state[page].gather(
+        2, at[:, None, :].expand(-1, 3 * problem.channels, -1)
+    )
     return inputs, torch.cat((history.double(), inputs), 2)
 
 
@@ -351,14 +405,22 @@ def _convolve(operands: StepOperands, window: Tensor, q: int) -> Tensor:
         y = y + operands.conv_bias.double()[:, None]
     for tap in range(4):
         y = y + taps[:, tap, None] * window[:, :, tap : tap + q]
-    return (y * torch.sigmoid(y)).reshape(len(y), 3, operands.A_log.shape[0], HEAD_DIM, q).permute(1, 0, 2, 4, 3)
+    return (
+        (y * torch.sigmoid(y))
+        .reshape(len(y), 3, operands.A_log.shape[0], HEAD_DIM, q)
+        .permute(1, 0, 2, 4, 3)
+    )
 
 
 def raw_gate(problem: Problem, operands: StepOperands, live: Tensor) -> Tensor:
     """`[live, H, q, K]`, before rounding."""
     D = problem.channels
     f_a = projected_rows(problem, operands)[live, :, 4 * D : 4 * D + HEAD_DIM].double()
-    return (f_a @ operands.f_b.double().T).view(*f_a.shape[:2], problem.heads, HEAD_DIM).transpose(1, 2)
+    return (
+        (f_a @ operands.f_b.double().T)
+        .view(*f_a.shape[:2], problem.heads, HEAD_DIM)
+        .transpose(1, 2)
+    )
 
 
 def _fold_pending(operands: StepOperands, requests: SlotPlan, live: Tensor, S: Tensor) -> Tensor:
@@ -366,7 +428,9 @@ def _fold_pending(operands: StepOperands, requests: SlotPlan, live: Tensor, S: T
     assert operands.key_gates is not None
     row = requests.row[live].clamp(min=0)
     k, raw = _split(operands.key_gates[row])
-    decay = log_decay(raw, operands.A_log[:, None, None], _dt_bias(operands)[:, None, :], operands.lower_bound)
+    decay = log_decay(
+        raw, operands.A_log[:, None, None], _dt_bias(operands)[:, None, :], operands.lower_bound
+    )
     return fold(S, operands.corrections[row].double(), normalized(k), decay, requests.count[live])
 
 
@@ -376,7 +440,12 @@ def _normalize(attended: Tensor, gate: Tensor, operands: StepOperands) -> Tensor
 
 
 def _records(
-    operands: StepOperands, requests: SlotPlan, live: Tensor, u: Tensor, key_gates_exact: Tensor, q: int
+    operands: StepOperands,
+    requests: SlotPlan,
+    live: Tensor,
+    u: Tensor,
+    key_gates_exact: Tensor,
+    q: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     if operands.corrections is None or operands.key_gates is None:
         return None, None, None, None
@@ -394,7 +463,8 @@ def _records(
 
 
 def _compact(indices: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """Indices >= first renumbered from `first` on (the others kept), and the rows to gather for them, at least one."""
+    """Indices >= first renumbered from `first` on (the others kept), and the rows to gather for
+    them, at least one."""
     used = torch.unique(indices[indices >= first]).long()
     renumbered = torch.searchsorted(used, indices.long()) + first
     rows = torch.cat((used.new_zeros(1), used)) if first or not len(used) else used

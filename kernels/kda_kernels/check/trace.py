@@ -1,12 +1,14 @@
 """A serving trace, run by several engines side by side: does an error grow with the steps?
 
-Requests join, leave, change place in the batch and sit steps out; windows are accepted in part; some cross a block of
-the prefix cache; null rows pad the batch; its size moves across the item count from which an engine replays. After
-every step each engine's output, records, windows and states are compared with those of a float64 reference that
-commits eagerly, within the tolerances of docs/operation.md.
+Requests join, leave, change place in the batch and sit steps out; windows are accepted in part;
+some cross a block of the prefix cache; null rows pad the batch; its size moves across the item
+count from which an engine replays. After every step each engine's output, records, windows and
+states are compared with those of a float64 reference that commits eagerly, within the tolerances of
+docs/operation.md.
 
-No choice of rounding is left that errors could hide behind: the gate projection is drawn on a grid on which FP32 sums
-are exact, and inputs whose key or value would lie at a BF16 tie are moved by an ulp.
+No choice of rounding is left that errors could hide behind: the gate projection is drawn on a grid
+on which FP32 sums are exact, and inputs whose key or value would lie at a BF16 tie are moved by an
+ulp.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from kda_kernels.problem import HEAD_DIM, Problem
 _BLOCK = 32
 """Tokens of a block of the prefix cache."""
 _LEAVE, _SKIP, _NULL = 0.1, 0.1, 0.15
-"""Chances, per step: that a request leaves, that it sits the step out, that a null row stands before a request."""
+"""Chances, per step: that a request leaves, that it sits the step out, that a null row stands
+before a request."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,8 @@ class Batch:
     record_rows      [R] int32
     accepted         [R] int32, 0..tokens: known after the step
     eager            [R] bool: the request crosses a block and must be committed at once
-    boundary_length  [R] int32, boundary_slot [R] int32: where a block ends inside the accepted tokens; else 0
+    boundary_length  [R] int32, boundary_slot [R] int32: where a block ends inside the accepted
+                     tokens; else 0
     """
 
     joined: Sequence[tuple[int, int, Tensor, Tensor]]
@@ -86,9 +90,12 @@ class _Request:
 
 
 class Trace:
-    """`steps` batches, the same for the same arguments. Slots: one per request, then one per request for boundaries."""
+    """`steps` batches, the same for the same arguments. Slots: one per request, then one per
+    request for boundaries."""
 
-    def __init__(self, shape: Shape, steps: int, seed: int, device: torch.device | str = "cuda") -> None:
+    def __init__(
+        self, shape: Shape, steps: int, seed: int, device: torch.device | str = "cuda"
+    ) -> None:
         self.shape, self.steps, self.device = shape, steps, torch.device(device)
         self._random = Random(seed)
         self._g = torch.Generator(device=device).manual_seed(seed)
@@ -102,7 +109,9 @@ class Trace:
         return (x * denominator).round_().div_(denominator).to(torch.bfloat16)
 
     def _normal(self, shape: Sequence[int], std: float, dtype: torch.dtype) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device=self.device).normal_(0, std, generator=self._g)
+        return torch.empty(*shape, dtype=dtype, device=self.device).normal_(
+            0, std, generator=self._g
+        )
 
     def __iter__(self) -> Iterator[Batch]:
         C, draw = self.shape.requests, self._random
@@ -112,7 +121,10 @@ class Trace:
             free = [i for i in range(C) if i not in {r.row for r in active}]
             draw.shuffle(free)
             target = draw.choice((1, draw.randint(1, C), C))
-            new = [_Request(1 + i, i, 1 + C + i, draw.randrange(_BLOCK)) for i in free[: max(0, target - len(active))]]
+            new = [
+                _Request(1 + i, i, 1 + C + i, draw.randrange(_BLOCK))
+                for i in free[: max(0, target - len(active))]
+            ]
             active = (active + new)[: max(target, len(new))]
             yield self._batch(active, new)
 
@@ -152,7 +164,12 @@ class Trace:
             ints(accepted),
             ints(boundary) > 0,
             ints(boundary),
-            ints([0 if r is None or not m else r.boundary for r, m in zip(rows, boundary, strict=True)]),
+            ints(
+                [
+                    0 if r is None or not m else r.boundary
+                    for r, m in zip(rows, boundary, strict=True)
+                ]
+            ),
         )
 
 
@@ -166,7 +183,8 @@ class Kernels(Protocol):
 class Engine:
     """Caches of one layer, and the steps on them.
 
-    replays  whether a step of so many items folds what is pending itself; None: everything is committed eagerly
+    replays  whether a step of so many items folds what is pending itself; None: everything is
+             committed eagerly
     """
 
     def __init__(
@@ -182,7 +200,9 @@ class Engine:
         self.kinds: list[str] = []
         records = (shape.requests, shape.heads, shape.tokens)
         self._weights = trace.weights
-        self.state = torch.zeros(trace.pages, shape.heads, HEAD_DIM, HEAD_DIM, dtype=dtype, device=device)
+        self.state = torch.zeros(
+            trace.pages, shape.heads, HEAD_DIM, HEAD_DIM, dtype=dtype, device=device
+        )
         windows = (trace.pages, *trace.weights.conv_state.shape[1:])
         self.conv_state = torch.zeros(windows, dtype=torch.bfloat16, device=device)
         self.corrections = torch.zeros(*records, HEAD_DIM, device=device)
@@ -190,7 +210,8 @@ class Engine:
         self.pending = torch.zeros(shape.requests, dtype=torch.int32, device=device)
 
     def admit(self, batch: Batch) -> tuple[Problem, StepOperands]:
-        """The step of a batch, its new requests in the caches, and what must be committed before it flushed."""
+        """The step of a batch, its new requests in the caches, and what must be committed before it
+        flushed."""
         for slot, row, state, window in batch.joined:
             self.state[slot], self.conv_state[slot] = state, window
             self.pending[row] = 0
@@ -204,7 +225,12 @@ class Engine:
             conv_state=self.conv_state,
             state=self.state,
             slots=batch.slots,
-            out=torch.full((problem.rows, problem.channels), torch.nan, dtype=torch.bfloat16, device=self.state.device),
+            out=torch.full(
+                (problem.rows, problem.channels),
+                torch.nan,
+                dtype=torch.bfloat16,
+                device=self.state.device,
+            ),
             corrections=self.corrections,
             key_gates=self.key_gates,
             record_rows=batch.record_rows,
@@ -223,17 +249,34 @@ class Engine:
         length = batch.accepted.clone()
         if self.replays is not None:
             stock.defer(length, self.pending, batch.record_rows, batch.slots, batch.eager)
-        self._commit(batch, batch.slots[:, 0].contiguous(), length, batch.boundary_length, batch.boundary_slot)
+        self._commit(
+            batch,
+            batch.slots[:, 0].contiguous(),
+            length,
+            batch.boundary_length,
+            batch.boundary_slot,
+        )
 
     def _flush(self, batch: Batch) -> None:
         source, length = torch.empty_like(batch.record_rows), torch.empty_like(batch.record_rows)
         stock.flush_plan(
-            self.pending, batch.record_rows, batch.slots, source, length, source.clone(), self.shape.tokens
+            self.pending,
+            batch.record_rows,
+            batch.slots,
+            source,
+            length,
+            source.clone(),
+            self.shape.tokens,
         )
         self._commit(batch, source, length, None, None)
 
     def _commit(
-        self, batch: Batch, source: Tensor, length: Tensor, boundary_length: Tensor | None, boundary_slot: Tensor | None
+        self,
+        batch: Batch,
+        source: Tensor,
+        length: Tensor,
+        boundary_length: Tensor | None,
+        boundary_slot: Tensor | None,
     ) -> None:
         """In place, and the windows with it."""
         states, corrections, key_gates = (self.state,), (self.corrections,), (self.key_gates,)
@@ -246,7 +289,9 @@ class Engine:
             )
         )  # fmt: skip
         windows = (self.conv_state,)
-        stock.roll_window(windows, address_table(windows), source, length, source, boundary_length, boundary_slot)
+        stock.roll_window(
+            windows, address_table(windows), source, length, source, boundary_length, boundary_slot
+        )
 
     def states(self, slots: Tensor, rows: Tensor) -> Tensor:
         """States `[n, H, 128, 128]` f64 with what is pending folded in."""
@@ -255,10 +300,17 @@ class Engine:
             return held
         rows = rows.long()
         keys, raw = self.key_gates[rows].double().chunk(2, -1)
-        A_log, dt_bias = self._weights.A_log[:, None, None], self._weights.dt_bias.view(-1, 1, HEAD_DIM)
+        A_log, dt_bias = (
+            self._weights.A_log[:, None, None],
+            self._weights.dt_bias.view(-1, 1, HEAD_DIM),
+        )
         decay = reference.log_decay(raw, A_log, dt_bias, self._weights.lower_bound)
         return reference.fold(
-            held, self.corrections[rows].double(), reference.normalized(keys), decay, self.pending[rows]
+            held,
+            self.corrections[rows].double(),
+            reference.normalized(keys),
+            decay,
+            self.pending[rows],
         )
 
 
@@ -270,9 +322,14 @@ class VariantKernels:
     """
 
     def __init__(
-        self, steps: Mapping[str, tuple[str, Mapping[str, Any]]], commit: Mapping[str, Any] | None, gpu: Gpu
+        self,
+        steps: Mapping[str, tuple[str, Mapping[str, Any]]],
+        commit: Mapping[str, Any] | None,
+        gpu: Gpu,
     ) -> None:
-        self._chosen = dict(steps) | {"commit": ("stock", {}) if commit is None else ("KdaCommit", commit)}
+        self._chosen = dict(steps) | {
+            "commit": ("stock", {}) if commit is None else ("KdaCommit", commit)
+        }
         self._gpu = gpu
         self._compiled: dict[tuple[Problem, bool], tuple[ModuleType, Any]] = {}
 
@@ -288,14 +345,22 @@ class VariantKernels:
         if (problem, align) not in self._compiled:
             name, options = self._chosen[problem.kind]
             module = variants.load(name)
-            spec = variants.make_spec(name, {**options, **({"align": align} if name == "KdaCommit" else {})})
+            spec = variants.make_spec(
+                name, {**options, **({"align": align} if name == "KdaCommit" else {})}
+            )
             why = module.unsupported(problem, spec, self._gpu)
             if why is not None:
                 raise ValueError(f"{name}: {why}")
             self._compiled[problem, align] = module, module.compile(problem, spec, self._gpu)
         module, compiled = self._compiled[problem, align]
-        device = operands.slots.device if isinstance(operands, StepOperands) else operands.source.device
-        module.launch(compiled, operands, torch.cuda.current_stream().cuda_stream if device.type == "cuda" else None)
+        device = (
+            operands.slots.device if isinstance(operands, StepOperands) else operands.source.device
+        )
+        module.launch(
+            compiled,
+            operands,
+            torch.cuda.current_stream().cuda_stream if device.type == "cuda" else None,
+        )
 
 
 class ReferenceKernels:
@@ -329,7 +394,8 @@ _TOLERANCE = {
 
 @dataclass(frozen=True)
 class Row:
-    """One engine in one step. Norm errors against the reference, and the first tolerance that was exceeded, if any."""
+    """One engine in one step. Norm errors against the reference, and the first tolerance that was
+    exceeded, if any."""
 
     engine: str
     step: int
@@ -349,19 +415,24 @@ class Outcome:
         return [row for row in self.rows if row.verdict is not None]
 
     def growth(self, engine: str, measure: str) -> float:
-        """By how much the median error is larger in the later half of the steps than in the earlier one, as a part of
-        the tolerance with FP32 states; the largest over kinds of step, 0 if none grew.
+        """By how much the median error is larger in the later half of the steps than in the earlier
+        one, as a part of the tolerance with FP32 states; the largest over kinds of step, 0 if none
+        grew.
 
-        The first eighth is left out: there the errors come to where they stay. A replay's are not a record's, and how
-        many of each a half has is chance. Not the medians' ratio: of what is a thousandth of the tolerance, and zero in
-        steps that accept nothing, that is chance, too.
+        The first eighth is left out: there the errors come to where they stay. A replay's are not a
+        record's, and how many of each a half has is chance. Not the medians' ratio: of what is a
+        thousandth of the tolerance, and zero in steps that accept nothing, that is chance, too.
         """
         rows = [row for row in self.rows if row.engine == engine]
         rows = rows[len(rows) // 8 :]
         half, grown = rows[len(rows) // 2].step, [0.0]
         for kind in {row.kind for row in rows}:
             early, late = (
-                [getattr(row, measure) for row in rows if row.kind == kind and (row.step >= half) == later]
+                [
+                    getattr(row, measure)
+                    for row in rows
+                    if row.kind == kind and (row.step >= half) == later
+                ]
                 for later in (False, True)
             )
             if early and late:
@@ -385,13 +456,19 @@ def run(trace: Trace, engines: Sequence[Engine]) -> Outcome:
             verdict, out, corrections = _check(engine, batch, operands, expected)
             engine.settle(batch)
             state, wrong = _check_states(engine, leader, batch)
-            outcome.rows.append(Row(engine.name, number, engine.kinds[-1], out, state, corrections, verdict or wrong))
+            outcome.rows.append(
+                Row(
+                    engine.name, number, engine.kinds[-1], out, state, corrections, verdict or wrong
+                )
+            )
     return outcome
 
 
 def _untie(problem: Problem, operands: StepOperands) -> None:
     """Moves inputs by an ulp until no key or value of a step lies at a BF16 tie."""
-    bits = reference.projected_rows(problem, operands)[..., : 3 * problem.channels].view(torch.int16)
+    bits = reference.projected_rows(problem, operands)[..., : 3 * problem.channels].view(
+        torch.int16
+    )
     while (tied := compare.value_ties(problem, operands)).any():
         bits += tied
 
@@ -408,7 +485,11 @@ def _check(
     rows = batch.record_rows[batch.record_rows >= 0].long()
     assert operands.corrections is not None
     assert expected.corrections is not None
-    return verdict, _norm(operands.out, expected.out), _norm(operands.corrections[rows], expected.corrections[rows])
+    return (
+        verdict,
+        _norm(operands.out, expected.out),
+        _norm(operands.corrections[rows], expected.corrections[rows]),
+    )
 
 
 def _check_states(engine: Engine, leader: Engine, batch: Batch) -> tuple[float, str | None]:
@@ -426,5 +507,8 @@ def _check_states(engine: Engine, leader: Engine, batch: Batch) -> tuple[float, 
 
 
 def _norm(actual: Tensor, expected: Tensor) -> float:
-    error, norm = float((actual.double() - expected.double()).square().sum()), float(expected.double().square().sum())
+    error, norm = (
+        float((actual.double() - expected.double()).square().sum()),
+        float(expected.double().square().sum()),
+    )
     return (error / norm) ** 0.5 if norm else error

@@ -1,4 +1,5 @@
-"""Device-side pieces that several CuTe kernels share: fast scalar mathematics in FP32, copies, sums over lanes.
+"""Device-side pieces that several CuTe kernels share: fast scalar mathematics in FP32, copies, sums
+over lanes.
 
 Errors over N(0, 4), relative: exp 1.3e-7, rsqrt 1.1e-7, sigmoid 6.7e-7.
 """
@@ -50,14 +51,18 @@ def log_decay(raw_gate: Float32, dt_bias: Float32, exp_A: Float32, lower_bound: 
 @cute.jit
 def at(dtype: Any, address: Int64, index: Int32) -> Any:
     """One element of an array in global memory."""
-    pointer = cute.make_ptr(dtype, address, cutlass.AddressSpace.gmem, assumed_align=dtype.width // 8)
+    pointer = cute.make_ptr(
+        dtype, address, cutlass.AddressSpace.gmem, assumed_align=dtype.width // 8
+    )
     return cute.make_tensor(pointer + index, cute.make_layout(1))[0]
 
 
 @cute.jit
 def put(dtype: Any, address: Int64, value: Any) -> None:
     """Store one element to global memory."""
-    pointer = cute.make_ptr(dtype, address, cutlass.AddressSpace.gmem, assumed_align=dtype.width // 8)
+    pointer = cute.make_ptr(
+        dtype, address, cutlass.AddressSpace.gmem, assumed_align=dtype.width // 8
+    )
     cute.make_tensor(pointer, cute.make_layout(1))[0] = value
 
 
@@ -73,9 +78,12 @@ def get_vector(dtype: Any, address: Int64, count: cutlass.Constexpr) -> cute.Ten
 
 @cute.jit
 def put_vector(values: cute.Tensor, address: Int64) -> None:
-    """Neighbouring elements, of 16 bytes at most, from registers to global memory, in one access."""
+    """Neighbouring elements, of 16 bytes at most, from registers to global memory, in one
+    access."""
     dtype, count = values.element_type, cute.size(values)
-    target = cute.make_ptr(dtype, address, cutlass.AddressSpace.gmem, assumed_align=count * dtype.width // 8)
+    target = cute.make_ptr(
+        dtype, address, cutlass.AddressSpace.gmem, assumed_align=count * dtype.width // 8
+    )
     cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(count)))
 
 
@@ -86,9 +94,12 @@ def pinned(x: Int32) -> Int32:
 
 
 def special(register: str) -> Int32:
-    """A special register as "%tid.x", read where this stands instead of kept from the start of the kernel."""
+    """A special register as "%tid.x", read where this stands instead of kept from the start of the
+    kernel."""
     # inline_ptx takes the % for an operand.
-    value = llvm.inline_asm(Int32.mlir_type, [], f"mov.u32 $0, {register};", "=r", has_side_effects=True)
+    value = llvm.inline_asm(
+        Int32.mlir_type, [], f"mov.u32 $0, {register};", "=r", has_side_effects=True
+    )
     return Int32(value)
 
 
@@ -96,11 +107,16 @@ def special(register: str) -> Int32:
 def copy_async(shared: Int32, address: Int64, nbytes: cutlass.Constexpr) -> None:
     """cp.async of 4, 8 or 16 bytes from global memory; both addresses are multiples of `nbytes`."""
     cache = "cg" if cutlass.const_expr(nbytes == 16) else "ca"
-    arch.inline_ptx(f"cp.async.{cache}.shared.global [{{$r0}}], [{{$r1}}], {nbytes};", read_only_args=[shared, address])
+    arch.inline_ptx(
+        f"cp.async.{cache}.shared.global [{{$r0}}], [{{$r1}}], {nbytes};",
+        read_only_args=[shared, address],
+    )
 
 
 @cute.jit
-def copy_async_hinted(shared: Int32, address: Int64, nbytes: cutlass.Constexpr, policy: Int64) -> None:
+def copy_async_hinted(
+    shared: Int32, address: Int64, nbytes: cutlass.Constexpr, policy: Int64
+) -> None:
     """`copy_async` with an L2 cache policy."""
     cache = "cg" if cutlass.const_expr(nbytes == 16) else "ca"
     arch.inline_ptx(
@@ -122,20 +138,26 @@ def copy_out(shared: Int32, address: Int64) -> None:
 @cute.jit
 def evict_first() -> Int64:
     """L2 cache policy of data that won't be used again."""
-    return arch.inline_ptx("createpolicy.fractional.L2::evict_first.b64 {$w0}, 1.0;", write_only_types=[Int64])
+    return arch.inline_ptx(
+        "createpolicy.fractional.L2::evict_first.b64 {$w0}, 1.0;", write_only_types=[Int64]
+    )
 
 
 @cute.jit
 def peer(shared: Int32, rank: Int32) -> Int32:
-    """Cluster address of the same shared memory in the CTA `rank` of this cluster. Linear in `shared`."""
+    """Cluster address of the same shared memory in the CTA `rank` of this cluster. Linear in
+    `shared`."""
     return arch.inline_ptx(
-        "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[shared, rank]
+        "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};",
+        write_only_types=[Int32],
+        read_only_args=[shared, rank],
     )
 
 
 @cute.jit
 def send(address: Int32, barrier: Int32, x: Float32) -> None:
-    """Store 4 bytes to a cluster address; they complete on the mbarrier of the same CTA, given by cluster address."""
+    """Store 4 bytes to a cluster address; they complete on the mbarrier of the same CTA, given by
+    cluster address."""
     arch.inline_ptx(
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [{$r0}], {$r2}, [{$r1}];",
         read_only_args=[address, barrier, x],
@@ -161,9 +183,12 @@ def send_quad(address: Int32, barrier: Int32, words: cute.Tensor) -> None:
 
 
 @cute.jit
-def row_sums(values: cute.Tensor, n: cutlass.Constexpr, lanes: cutlass.Constexpr, lane: Int32) -> Float32:
-    """Sums over groups of `lanes` neighbouring lanes of n values each, transposed: lane l of a group gets the total of
-    value `l // (lanes // n)`. n and lanes are powers of two, n <= lanes; the values are overwritten.
+def row_sums(
+    values: cute.Tensor, n: cutlass.Constexpr, lanes: cutlass.Constexpr, lane: Int32
+) -> Float32:
+    """Sums over groups of `lanes` neighbouring lanes of n values each, transposed: lane l of a
+    group gets the total of value `l // (lanes // n)`. n and lanes are powers of two, n <= lanes;
+    the values are overwritten.
     """
     distance = lanes // 2
     count = n
@@ -223,25 +248,33 @@ def mma_16816(c: tuple[Float32, ...], a: tuple[Uint32, ...], b: tuple[Uint32, ..
 def pack(low: Float32, high: Float32) -> Uint32:
     """Two numbers, rounded to BF16, as the halves of a word."""
     return arch.inline_ptx(
-        "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Uint32], read_only_args=[low, high]
+        "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};",
+        write_only_types=[Uint32],
+        read_only_args=[low, high],
     )
 
 
 @cute.jit
 def low_half(word: Uint32) -> Float32:
-    return arch.inline_ptx("shl.b32 {$w0}, {$r0}, 16;", write_only_types=[Float32], read_only_args=[word])
+    return arch.inline_ptx(
+        "shl.b32 {$w0}, {$r0}, 16;", write_only_types=[Float32], read_only_args=[word]
+    )
 
 
 @cute.jit
 def high_half(word: Uint32) -> Float32:
-    return arch.inline_ptx("and.b32 {$w0}, {$r0}, 0xffff0000;", write_only_types=[Float32], read_only_args=[word])
+    return arch.inline_ptx(
+        "and.b32 {$w0}, {$r0}, 0xffff0000;", write_only_types=[Float32], read_only_args=[word]
+    )
 
 
 @cute.jit
 def rounded(x: Float32) -> Float32:
     """x rounded to BF16. `x.to(BFloat16)` alone takes a conversion of many times the latency."""
     word = pack(Float32(0), x)
-    return arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word])
+    return arch.inline_ptx(
+        "mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word]
+    )
 
 
 @cute.jit

@@ -1,6 +1,7 @@
 """Bulk copies between global and shared memory, and the mbarriers they complete on.
 
-Addresses must be multiples of 16, and so must byte counts. None of these elects a thread: call them from one.
+Addresses must be multiples of 16, and so must byte counts. None of these elects a thread: call them
+from one.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def load(shared: cute.Pointer, address: Int64, nbytes: Int32, barrier: cute.Poin
 def store(address: Int64, shared: cute.Pointer, nbytes: Int32) -> None:
     """Start a copy to a global address, as a group of its own.
 
-    Every thread that wrote the shared bytes must have called `publish` before a barrier that precedes this.
+    Every thread that wrote the shared bytes must have called `publish` before a barrier that
+    precedes this.
     """
     arch.inline_ptx(
         "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};",
@@ -50,7 +52,8 @@ def publish() -> None:
 
 @cute.jit
 def wait_stores_read() -> None:
-    """Wait until the calling thread's stores have read their shared memory, which may then be refilled."""
+    """Wait until the calling thread's stores have read their shared memory, which may then be
+    refilled."""
     arch.cp_async_bulk_wait_group(0, read=True)
 
 

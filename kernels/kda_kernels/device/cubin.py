@@ -1,9 +1,12 @@
-"""CuTe DSL kernels as device binaries: compiled from shapes on any machine, kept on disk, launched by the driver.
+"""CuTe DSL kernels as device binaries: compiled from shapes on any machine, kept on disk, launched
+by the driver.
 
-A kernel here takes pointers and scalars only, so its parameters are those of the Python signature, in order, and a
-binary made without a GPU runs wherever its architecture does, with no DSL on the launching path.
+A kernel here takes pointers and scalars only, so its parameters are those of the Python signature,
+in order, and a binary made without a GPU runs wherever its architecture does, with no DSL on the
+launching path.
 
-What is certified and measured is machine code: `Binary.digest` names it, whatever the source was called or said.
+What is certified and measured is machine code: `Binary.digest` names it, whatever the source was
+called or said.
 
 The cache folder is `$KDA_KERNELS_CACHE`, else `~/.cache/kda_kernels`.
 """
@@ -51,7 +54,8 @@ _PARAMETER_TYPES = {
 
 @dataclass(frozen=True)
 class Resources:
-    """What one launch of a kernel takes. stack_bytes > 0 means spills or an array in local memory."""
+    """What one launch of a kernel takes. stack_bytes > 0 means spills or an array in local
+    memory."""
 
     threads: int
     cluster: int
@@ -65,12 +69,15 @@ class Resources:
         warps = -(-self.threads // 32)
         registers = warps * 256 * -(-self.registers * 32 // 256)
         smem = self.smem_bytes + RESERVED_SMEM_BYTES
-        return min(SM_REGISTERS // registers, SM_SMEM_BYTES // smem, _SM_THREADS // self.threads, _SM_CTAS)
+        return min(
+            SM_REGISTERS // registers, SM_SMEM_BYTES // smem, _SM_THREADS // self.threads, _SM_CTAS
+        )
 
 
 @dataclass(frozen=True)
 class Binary:
-    """A kernel compiled for one target. `parameters` are PTX type names, in the order of the kernel's signature."""
+    """A kernel compiled for one target. `parameters` are PTX type names, in the order of the
+    kernel's signature."""
 
     symbol: str
     arch: str
@@ -96,13 +103,16 @@ def _written(module: str) -> str:
 
 @cache
 def toolchain() -> str:
-    """The compiler, as "4.8.1 cu13": version of the DSL, and the CUDA toolkit of the flavour that it has loaded.
+    """The compiler, as "4.8.1 cu13": version of the DSL, and the CUDA toolkit of the flavour that
+    it has loaded.
 
     The flavours of a version make different machine code of the same source.
     """
     import cutlass  # noqa: F401  which loads the newest flavour that the driver allows
 
-    library = getattr(sys.modules.get("cutlass._mlir._mlir_libs._cutlass_ir"), "__file__", None) or ""
+    library = (
+        getattr(sys.modules.get("cutlass._mlir._mlir_libs._cutlass_ir"), "__file__", None) or ""
+    )
     flavour = re.search(r"_cutlass_ir\.(cu\d+)\.", library)
     return " ".join((metadata.version("nvidia-cutlass-dsl"), flavour[1] if flavour else "unknown"))
 
@@ -116,15 +126,28 @@ def build(
     cluster: int,
     choices: object,
 ) -> Binary:
-    """Compile `host(*arguments())`, a `cute.jit` function that launches one kernel, or take it from the cache.
+    """Compile `host(*arguments())`, a `cute.jit` function that launches one kernel, or take it from
+    the cache.
 
-    choices  everything beside the sources that decides the code; its repr enters the cache key, as do the modules that
-             it is written in (`host.kernel`, if there is one, else `host`), by `sources.digest`
+    choices  everything beside the sources that decides the code; its repr enters the cache key, as
+             do the modules that it is written in (`host.kernel`, if there is one, else `host`), by
+             `sources.digest`
     threads, cluster   of the launch that `host` describes
     """
     kernel = getattr(host, "kernel", host)
     written, compiler = _written(kernel.__module__), toolchain()
-    text = "\0".join((written, kernel.__name__, repr(choices), arch, str(threads), str(cluster), compiler, _OPTIONS))
+    text = "\0".join(
+        (
+            written,
+            kernel.__name__,
+            repr(choices),
+            arch,
+            str(threads),
+            str(cluster),
+            compiler,
+            _OPTIONS,
+        )
+    )
     key = hashlib.sha256(text.encode()).hexdigest()[:32]
     if _recording.get() is not None:
         return Binary("", arch, b"", (), Resources(threads, cluster, 0, 0, 0), 0.0)
@@ -136,12 +159,16 @@ def build(
     return binary
 
 
-def _compile(host: Callable[..., None], arguments: tuple[Any, ...], arch: str, threads: int, cluster: int) -> Binary:
+def _compile(
+    host: Callable[..., None], arguments: tuple[Any, ...], arch: str, threads: int, cluster: int
+) -> Binary:
     import cutlass.cute as cute
 
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        compiled = cute.compile(host, *arguments, options=f"{_OPTIONS} --dump-dir={folder} --gpu-arch {arch}")
+        compiled = cute.compile(
+            host, *arguments, options=f"{_OPTIONS} --dump-dir={folder} --gpu-arch {arch}"
+        )
         image, ptx, ir = compiled.__cubin__, compiled.__ptx__, str(compiled.ir_module)
         seconds = time.perf_counter() - begin
         image = image if isinstance(image, bytes) else Path(image).read_bytes()
@@ -150,10 +177,20 @@ def _compile(host: Callable[..., None], arguments: tuple[Any, ...], arch: str, t
     assert len(entries) == 1, f"{host.__name__} must launch one kernel, found {len(entries)}"
     symbol, signature = entries[0]
     parameters = tuple(re.findall(r"\.param (\.\w+)", signature))
-    # The DSL leaves the dynamic shared memory of a launch only in the host function it generates: its largest constant.
-    constants = re.findall(r"llvm.mlir.constant\((\d+) : i64\)", ir.split("llvm.func @cutlass_", 1)[1])
+    # The DSL leaves the dynamic shared memory of a launch only in the host function it generates:
+    # its largest constant.
+    constants = re.findall(
+        r"llvm.mlir.constant\((\d+) : i64\)", ir.split("llvm.func @cutlass_", 1)[1]
+    )
     smem = max((int(c) for c in constants), default=0)
-    return Binary(symbol, arch, image, parameters, Resources(threads, cluster, registers, stack, smem), seconds)
+    return Binary(
+        symbol,
+        arch,
+        image,
+        parameters,
+        Resources(threads, cluster, registers, stack, smem),
+        seconds,
+    )
 
 
 def _resource_usage(image: bytes, folder: Path) -> tuple[int, int]:
@@ -163,7 +200,9 @@ def _resource_usage(image: bytes, folder: Path) -> tuple[int, int]:
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     path = folder / "kernel.cubin"
     path.write_bytes(image)
-    text = subprocess.run([tool, "--dump-resource-usage", path], check=True, capture_output=True, text=True).stdout
+    text = subprocess.run(
+        [tool, "--dump-resource-usage", path], check=True, capture_output=True, text=True
+    ).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found, text
     return int(found[1]), int(found[2])
@@ -202,7 +241,8 @@ def _store(key: str, binary: Binary) -> None:
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launch asks of the driver. threads, cluster: of its binary; values: of the parameters."""
+    """What a launch asks of the driver. threads, cluster: of its binary; values: of the
+    parameters."""
 
     grid: tuple[int, int, int]
     threads: int
@@ -216,7 +256,8 @@ _recording: ContextVar[list[Launch] | None] = ContextVar("recording", default=No
 
 @contextmanager
 def recorded() -> Iterator[list[Launch]]:
-    """Inside, nothing is compiled and nothing runs: binaries are hollow, and what would be launched is listed."""
+    """Inside, nothing is compiled and nothing runs: binaries are hollow, and what would be launched
+    is listed."""
     launches: list[Launch] = []
     token = _recording.set(launches)
     try:
@@ -231,14 +272,20 @@ class _Recorder:
     def __init__(self, binary: Binary, launches: list[Launch]) -> None:
         self._taken, self._launches = binary.resources, launches
 
-    def launch(self, grid: tuple[int, int, int], values: Sequence[int | float], stream: int, pdl: bool) -> None:
-        self._launches.append(Launch(grid, self._taken.threads, self._taken.cluster, tuple(values), pdl))
+    def launch(
+        self, grid: tuple[int, int, int], values: Sequence[int | float], stream: int, pdl: bool
+    ) -> None:
+        self._launches.append(
+            Launch(grid, self._taken.threads, self._taken.cluster, tuple(values), pdl)
+        )
 
 
 class Launcher:
-    """A binary loaded into the current CUDA context. Raises RuntimeError with the driver's error name.
+    """A binary loaded into the current CUDA context. Raises RuntimeError with the driver's error
+    name.
 
-    A launch takes the stream as an int handle, the grid in CTAs, and one value per kernel parameter.
+    A launch takes the stream as an int handle, the grid in CTAs, and one value per kernel
+    parameter.
     """
 
     def __init__(self, binary: Binary) -> None:
@@ -248,7 +295,9 @@ class Launcher:
         self._driver = driver
         self._types: list[Any] = [_PARAMETER_TYPES[p] for p in binary.parameters]
         self._module = self._checked(driver.cuModuleLoadData(binary.image))
-        self.function = self._checked(driver.cuModuleGetFunction(self._module, binary.symbol.encode()))
+        self.function = self._checked(
+            driver.cuModuleGetFunction(self._module, binary.symbol.encode())
+        )
         attribute = driver.CUfunction_attribute
         if binary.resources.smem_bytes > _DEFAULT_SMEM:
             self._checked(
@@ -259,7 +308,9 @@ class Launcher:
                 )
             )
         self._checked(
-            driver.cuFuncSetAttribute(self.function, attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
+            driver.cuFuncSetAttribute(
+                self.function, attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100
+            )
         )
 
     @staticmethod
@@ -269,9 +320,13 @@ class Launcher:
             raise RuntimeError(f"CUDA driver: {error.name}")
         return values[0] if values else None
 
-    def launch(self, grid: tuple[int, int, int], values: Sequence[int | float], stream: int, pdl: bool) -> None:
+    def launch(
+        self, grid: tuple[int, int, int], values: Sequence[int | float], stream: int, pdl: bool
+    ) -> None:
         if len(values) != len(self._types):
-            raise ValueError(f"{self.binary.symbol} takes {len(self._types)} parameters, got {len(values)}")
+            raise ValueError(
+                f"{self.binary.symbol} takes {len(self._types)} parameters, got {len(values)}"
+            )
         driver = self._driver
         cells: list[Any] = [t(v) for t, v in zip(self._types, values, strict=True)]
         addresses = (ctypes.c_void_p * len(cells))(*(ctypes.addressof(c) for c in cells))
@@ -282,7 +337,9 @@ class Launcher:
         config.hStream = stream
         config.attrs = self._attributes(pdl)
         config.numAttrs = len(config.attrs)
-        self._checked(driver.cuLaunchKernelEx(config, self.function, ctypes.addressof(addresses), 0))
+        self._checked(
+            driver.cuLaunchKernelEx(config, self.function, ctypes.addressof(addresses), 0)
+        )
 
     def _attributes(self, pdl: bool) -> list[Any]:
         driver = self._driver
@@ -295,7 +352,9 @@ class Launcher:
             attributes.append(cluster)
         if pdl:
             serialization = driver.CUlaunchAttribute()
-            serialization.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            serialization.id = (
+                driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            )
             serialization.value.programmaticStreamSerializationAllowed = 1
             attributes.append(serialization)
         return attributes

@@ -17,7 +17,8 @@ _SMEM_PER_BLOCK = 232_448  # 227 KiB, the opt-in limit of every target above
 
 @dataclass(frozen=True)
 class Gpu:
-    """arch: a target of `ARCHS`; sms: multiprocessors; smem_per_block: bytes a block may opt in to."""
+    """arch: a target of `ARCHS`; sms: multiprocessors; smem_per_block: bytes a block may opt in
+    to."""
 
     arch: str
     sms: int
@@ -31,7 +32,8 @@ class Gpu:
 
 
 def current_gpu() -> Gpu:
-    """The current CUDA device. Raises RuntimeError if there is none, ValueError if its architecture has no kernels."""
+    """The current CUDA device. Raises RuntimeError if there is none, ValueError if its architecture
+    has no kernels."""
     import torch
 
     if not torch.cuda.is_available():
@@ -39,5 +41,7 @@ def current_gpu() -> Gpu:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     arch = f"sm_{properties.major}{properties.minor}a"
     return Gpu(
-        arch, properties.multi_processor_count, getattr(properties, "shared_memory_per_block_optin", _SMEM_PER_BLOCK)
+        arch,
+        properties.multi_processor_count,
+        getattr(properties, "shared_memory_per_block_optin", _SMEM_PER_BLOCK),
     )

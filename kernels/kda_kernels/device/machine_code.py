@@ -1,4 +1,5 @@
-"""What of a cubin runs: its name is a digest of that, whatever the kernel was called and wherever it was made.
+"""What of a cubin runs: its name is a digest of that, whatever the kernel was called and wherever
+it was made.
 
 Imports nothing of this package, so that it can name binaries of other revisions, too.
 """
@@ -17,7 +18,8 @@ _NO_BITS = 8
 
 
 def digest(arch: str, image: bytes, parameters: Sequence[str], resources: Sequence[int]) -> str:
-    """Name a binary: 16 hexadecimal digits of a sha256 over its code, constants, parameters and resources.
+    """Name a binary: 16 hexadecimal digits of a sha256 over its code, constants, parameters and
+    resources.
 
     parameters   PTX types, in order
     resources    threads, CTAs of a cluster, registers, bytes of stack and of shared memory
@@ -30,7 +32,8 @@ def digest(arch: str, image: bytes, parameters: Sequence[str], resources: Sequen
 
 
 def sections(image: bytes) -> Iterator[tuple[str, bytes]]:
-    """Sections that decide what runs, without the symbol in their names; of those that only reserve space, the size."""
+    """Sections that decide what runs, without the symbol in their names; of those that only reserve
+    space, the size."""
     if image[:6] != b"\x7fELF\x02\x01":
         raise ValueError("the image is no 64-bit little-endian ELF file")
     (table,) = struct.unpack_from("<Q", image, 40)
@@ -40,4 +43,7 @@ def sections(image: bytes) -> Iterator[tuple[str, bytes]]:
     for name_at, kind, _, _, begin, nbytes in headers:
         name = image[names + name_at : image.index(b"\0", names + name_at)].decode()
         if found := _RUNS.match(name):
-            yield found[1], nbytes.to_bytes(8, "little") if kind == _NO_BITS else image[begin : begin + nbytes]
+            yield (
+                found[1],
+                nbytes.to_bytes(8, "little") if kind == _NO_BITS else image[begin : begin + nbytes],
+            )

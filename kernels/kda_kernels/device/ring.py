@@ -5,7 +5,8 @@
     fill the stage            read it
     ring.producer_commit      ring.consumer_release      stage is full  | stage is empty
 
-Item n has stage n % stages. All warps of both sides take part in every item, in order; each calls with all its threads.
+Item n has stage n % stages. All warps of both sides take part in every item, in order; each calls
+with all its threads.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Ring:
     """The mbarriers of some stages, one per stage and way.
 
     full    None: consumers know by another ring that a stage is full
-    empty   None: producers know by another ring, or by what they wait for anyway, that a stage is empty
+    empty   None: producers know by another ring, or by what they wait for anyway, that a stage is
+            empty
     """
 
     stages: int
@@ -88,6 +90,7 @@ class Ring:
 
 @cute.jit
 def _arrive(barrier: cute.Pointer) -> None:
-    """The warp meets, and each of its threads arrives: race detectors do not follow one lane that does so for all."""
+    """The warp meets, and each of its threads arrives: race detectors do not follow one lane that
+    does so for all."""
     arch.sync_warp()
     arch.mbarrier_arrive(barrier)

@@ -1,4 +1,5 @@
-"""Shared memory of a CTA: one table says what there is, its type, shape and place; sizes and views follow from it.
+"""Shared memory of a CTA: one table says what there is, its type, shape and place; sizes and views
+follow from it.
 
     areas = {
         "x": Area(BFloat16, (HEAD_DIM, 3, tokens)),
@@ -7,9 +8,9 @@
     }
     M = smem.allocate(areas)   # M.x, M.o, M.sums are tensors
 
-Device functions take what `allocate` gives as `M: Smem`. That is the DSL's mark for what is known at compile time, and
-here stands for a bundle of tensors, which are not: the mark keeps the tracer from taking the bundle apart, and the
-tensors in it are values of the running kernel all the same.
+Device functions take what `allocate` gives as `M: Smem`. That is the DSL's mark for what is known
+at compile time, and here stands for a bundle of tensors, which are not: the mark keeps the tracer
+from taking the bundle apart, and the tensors in it are values of the running kernel all the same.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ Smem = cutlass.Constexpr
 """Annotates a parameter that is a bundle of tensors in shared memory."""
 
 ALIGNMENT = 128
-"""Of shared memory that cp.async fills: where source and target differ modulo 128, lines are written in pieces, and
-modulo 32 also fetched twice."""
+"""Of shared memory that cp.async fills: where source and target differ modulo 128, lines are
+written in pieces, and modulo 32 also fetched twice."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ Areas = Mapping[str, Area]
 
 
 def sizes(areas: Areas, tail: bool = True) -> dict[str, int]:
-    """Bytes of each area that has its own, with what aligns the next one. Areas without elements have none.
+    """Bytes of each area that has its own, with what aligns the next one. Areas without elements
+    have none.
 
     tail   whether the last one too has what would align a next one; barriers never have
     """
@@ -105,15 +107,19 @@ def allocate(areas: Areas, align: int = 16, tail: bool = True) -> Any:
     allocator = SmemAllocator()
     starts = {}
     for name, size in sizes(areas, tail).items():
-        area = allocator.allocate_tensor(Uint8, cute.make_layout(size), byte_alignment=areas[name].align)
+        area = allocator.allocate_tensor(
+            Uint8, cute.make_layout(size), byte_alignment=areas[name].align
+        )
         starts[name] = (area.iterator.toint(), 0)
     return _views(areas, starts, align)
 
 
 def allocate_as_they_are(areas: Areas) -> Any:
-    """Areas each allocated with its own type and alignment, by which the compiler then orders loads and addresses.
+    """Areas each allocated with its own type and alignment, by which the compiler then orders loads
+    and addresses.
 
-    Raises ValueError for an area inside another one that isn't of its type or doesn't start where it does.
+    Raises ValueError for an area inside another one that isn't of its type or doesn't start where
+    it does.
     """
     allocator = SmemAllocator()
     views: dict[str, Any] = {}
@@ -132,10 +138,12 @@ def allocate_as_they_are(areas: Areas) -> Any:
 def allocate_together(areas: Areas, align: int = 16, last: Collection[str] = ()) -> Any:
     """Areas that follow each other in one allocation.
 
-    last   names of those that stand behind all others. Views are made in the order of the table whatever
-           the order of places, and by that of views the compiler allots registers
+    last   names of those that stand behind all others. Views are made in the order of the table
+           whatever the order of places, and by that of views the compiler allots registers
     """
-    area = SmemAllocator().allocate_tensor(Uint8, cute.make_layout(total(areas)), byte_alignment=ALIGNMENT)
+    area = SmemAllocator().allocate_tensor(
+        Uint8, cute.make_layout(total(areas)), byte_alignment=ALIGNMENT
+    )
     return at(areas, area.iterator.toint(), align, last)
 
 
@@ -158,13 +166,19 @@ def _views(areas: Areas, starts: Mapping[str, tuple[Int32, int]], align: int) ->
             continue
         address, offset = starts[owner]
         pointer = cute.make_ptr(
-            area.dtype, address + (offset + area.skip), cutlass.AddressSpace.smem, assumed_align=align
+            area.dtype,
+            address + (offset + area.skip),
+            cutlass.AddressSpace.smem,
+            assumed_align=align,
         )
         barriers = isinstance(area, Barriers)
-        views[name] = pointer if barriers else cute.make_tensor(pointer, cute.make_layout(area.shape))
+        views[name] = (
+            pointer if barriers else cute.make_tensor(pointer, cute.make_layout(area.shape))
+        )
     return bundle(views)
 
 
 def bundle(views: dict[str, Any]) -> Any:
-    # Frozen: the tracer takes any other object apart, and then a tensor made outside a loop isn't seen in it.
+    # Frozen: the tracer takes any other object apart, and then a tensor made outside a loop isn't
+    # seen in it.
     return make_dataclass("Smem", views, frozen=True)(**views)

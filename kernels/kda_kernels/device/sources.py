@@ -1,8 +1,9 @@
-"""What the code of a kernel is written in: the modules it depends on, and a digest of them without their prose.
+"""What the code of a kernel is written in: the modules it depends on, and a digest of them without
+their prose.
 
-Comments, docstrings, blank lines and the way an expression is broken into lines leave a digest as it was; so do Python
-3.11 to 3.13, which parse these files alike. Whether a change that it shows is one of machine code only a compilation
-tells: `kdabench binaries`.
+Comments, docstrings, blank lines and the way an expression is broken into lines leave a digest as
+it was; so do Python 3.11 to 3.13, which parse these files alike. Whether a change that it shows is
+one of machine code only a compilation tells: `kdabench binaries`.
 """
 
 from __future__ import annotations
@@ -29,15 +30,18 @@ def path_of(module: str) -> Path:
 
 
 def behind(module: str) -> tuple[str, ...]:
-    """The modules of this package that decide the code of a kernel in `module`, itself included, sorted.
+    """The modules of this package that decide the code of a kernel in `module`, itself included,
+    sorted.
 
-    Those that use the DSL, themselves or by what they import at the top, and the problem's constants.
+    Those that use the DSL, themselves or by what they import at the top, and the problem's
+    constants.
     """
     return tuple(sorted({*in_order((module,)), *_ALWAYS}))
 
 
 def in_order(modules: Iterable[str]) -> list[str]:
-    """Of these modules and those behind them the ones that use the DSL, or need such: each behind what it needs."""
+    """Of these modules and those behind them the ones that use the DSL, or need such: each behind
+    what it needs."""
     uses: dict[str, bool] = {}
 
     def visit(module: str) -> bool:
@@ -65,8 +69,15 @@ def definitions(path: Path) -> dict[str, str]:
     """Digests of a file's functions, classes and constants, by name; imports are none."""
     found = {}
     for statement in ast.parse(path.read_text(encoding="utf-8")).body:
-        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
-        names = [getattr(statement, "name", None), *(getattr(target, "id", None) for target in targets)]
+        targets = (
+            statement.targets
+            if isinstance(statement, ast.Assign)
+            else [getattr(statement, "target", None)]
+        )
+        names = [
+            getattr(statement, "name", None),
+            *(getattr(target, "id", None) for target in targets),
+        ]
         for name in names:
             if name is not None:
                 found[name] = hashlib.sha256("\0".join(_spelled(statement)).encode()).hexdigest()
@@ -76,7 +87,9 @@ def definitions(path: Path) -> dict[str, str]:
 @cache
 def said(path: Path) -> str:
     """sha256 of a Python file's syntax tree without docstrings."""
-    return hashlib.sha256("\0".join(_spelled(ast.parse(path.read_text(encoding="utf-8")))).encode()).hexdigest()
+    return hashlib.sha256(
+        "\0".join(_spelled(ast.parse(path.read_text(encoding="utf-8")))).encode()
+    ).hexdigest()
 
 
 def _spelled(node: object) -> Iterator[str]:
@@ -115,7 +128,8 @@ def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
 
 @cache
 def _imports(path: Path) -> tuple[tuple[str, ...], bool]:
-    """The modules of this package that a file imports at its top, and whether it imports the DSL."""
+    """The modules of this package that a file imports at its top, and whether it imports the
+    DSL."""
     found, uses_dsl = [], False
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ImportFrom) and node.module is not None:

@@ -1,25 +1,31 @@
-"""Device pieces of the chunked form of a window: the state is only read, by tensor cores. One window of one item.
+"""Device pieces of the chunked form of a window: the state is only read, by tensor cores. One
+window of one item.
 
-With Gamma_t the decays of tokens 0..t multiplied up, k and q normalized, S the state, and r_t = v_t - S Gamma_t k_t:
+With Gamma_t the decays of tokens 0..t multiplied up, k and q normalized, S the state, and r_t = v_t
+- S Gamma_t k_t:
     A_ts = k_s / Gamma_s . Gamma_t k_t  (s < t)       B_ts = k_s / Gamma_s . Gamma_t q_t  (s <= t)
     T = (I + diag(beta) A)^-1 diag(beta)              C = B T
     u_t = sum_{s<=t} T_ts r_s                         o_t = S Gamma_t q_t + sum_{s<=t} C_ts r_s
-so that what follows the products with the state is a product with two small triangles, in registers.
+so that what follows the products with the state is a product with two small triangles, in
+registers.
 
-Products are m16n8k16 in BF16 with FP32 accumulation; an FP32 factor is two BF16 terms, hi and lo, and lo * lo is left
-out. What `Shape` says of lanes: lane = 4 g + t, g < 8, t < 4.
-  state      warp w owns rows 16w .. 16w+15. MMA row g is state row 16w + 2g, MMA row g + 8 is 16w + 2g + 1, so that a
-             thread's two rows are neighbours. A lane's 16 bytes of a row are one cell: columns 16c + 4t .. +3 (fp32),
-             or 32c + 8t .. +7 (bf16), of which the first half belongs to step 2c and the second to step 2c + 1.
-             Within a step the lane's columns 0, 1, 2, 3 are the MMA's k = 2t, 2t+1, 2t+8, 2t+9.
-  vectors    Gamma k of token t is column t, Gamma q of token t column `slots` + t of the product. Eight columns make a
-             tile; k / Gamma stands behind the tiles in the same form, and serves as eight more state rows.
-  fragments  [step][tile][lane] of 16 bytes: hi(0,1) hi(2,3) lo(0,1) lo(2,3) of vector g in the lane's columns of the
-             step. A step's stride is 64 bytes more than its contents, so that neither side has bank conflicts.
-Gamma must not get below some e^-60, or k / Gamma overflows: `MIN_LOG_GAMMA`.
-A state waits in shared memory by lines: 128 bytes of a row, of which a warp copies four rows at a time. A warp's lines
-are its own, so that `cp_async_wait_group` and a barrier of the warp stand before their use, and no more.
-No function here has a CTA barrier. Source: docs/operation.md, "The same, chunked".
+Products are m16n8k16 in BF16 with FP32 accumulation; an FP32 factor is two BF16 terms, hi and lo,
+and lo * lo is left out. What `Shape` says of lanes: lane = 4 g + t, g < 8, t < 4.
+  state      warp w owns rows 16w .. 16w+15. MMA row g is state row 16w + 2g, MMA row g + 8 is 16w +
+             2g + 1, so that a thread's two rows are neighbours. A lane's 16 bytes of a row are one
+             cell: columns 16c + 4t .. +3 (fp32), or 32c + 8t .. +7 (bf16), of which the first half
+             belongs to step 2c and the second to step 2c + 1. Within a step the lane's columns 0,
+             1, 2, 3 are the MMA's k = 2t, 2t+1, 2t+8, 2t+9.
+  vectors    Gamma k of token t is column t, Gamma q of token t column `slots` + t of the product.
+             Eight columns make a tile; k / Gamma stands behind the tiles in the same form, and
+             serves as eight more state rows.
+  fragments  [step][tile][lane] of 16 bytes: hi(0,1) hi(2,3) lo(0,1) lo(2,3) of vector g in the
+             lane's columns of the step. A step's stride is 64 bytes more than its contents, so that
+             neither side has bank conflicts.
+Gamma must not get below some e^-60, or k / Gamma overflows: `MIN_LOG_GAMMA`. A state waits in
+shared memory by lines: 128 bytes of a row, of which a warp copies four rows at a time. A warp's
+lines are its own, so that `cp_async_wait_group` and a barrier of the warp stand before their use,
+and no more. No function here has a CTA barrier. Source: docs/operation.md, "The same, chunked".
 """
 
 from __future__ import annotations
@@ -56,7 +62,8 @@ LINE_BYTES = 128 * HEAD_DIM
 
 
 GAMMA_PITCH = HEAD_DIM + 4
-"""Floats per token of Gamma in shared memory: a quad of lanes writes four pairs of tokens without bank conflicts."""
+"""Floats per token of Gamma in shared memory: a quad of lanes writes four pairs of tokens without
+bank conflicts."""
 QKV_PITCH = 3 * HEAD_DIM + 8
 """The same, BF16 elements, of q, k and v."""
 
@@ -106,11 +113,14 @@ class Shape(StepPlan):
     @property
     def fragment_layout(self) -> Any:
         """Words: (word, lane, tile, step)."""
-        return cute.make_layout((4, 32, self.tiles + 1, STEPS), stride=(1, 4, 128, self.step_bytes // 4))
+        return cute.make_layout(
+            (4, 32, self.tiles + 1, STEPS), stride=(1, 4, 128, self.step_bytes // 4)
+        )
 
     @property
     def pair_floats(self) -> int:
-        """A and B of all pairs of tokens, [tile][s][column]: A where the column is one of Gamma k."""
+        """A and B of all pairs of tokens, [tile][s][column]: A where the column is one of Gamma
+        k."""
         return 64 * self.tiles
 
     @property
@@ -128,7 +138,8 @@ class Shape(StepPlan):
 
     @property
     def solution_words(self) -> int:
-        """Words per lane: T hi, T lo and C hi, C lo, or with four slots the hi and lo of both in one matrix."""
+        """Words per lane: T hi, T lo and C hi, C lo, or with four slots the hi and lo of both in
+        one matrix."""
         return 2 * self.tiles
 
     def quad_place(self, quad: Any) -> tuple[Any, Any]:
@@ -148,23 +159,31 @@ def split_rounded(x: Float32, y: Float32) -> tuple[Uint32, Uint32]:
 @cute.jit
 def truncated(x: Float32, y: Float32) -> Uint32:
     """Two floats, truncated to BF16, as the halves of a word."""
-    return arch.inline_ptx("prmt.b32 {$w0}, {$r0}, {$r1}, 0x7632;", write_only_types=[Uint32], read_only_args=[x, y])
+    return arch.inline_ptx(
+        "prmt.b32 {$w0}, {$r0}, {$r1}, 0x7632;", write_only_types=[Uint32], read_only_args=[x, y]
+    )
 
 
 @cute.jit
 def split_truncated(x: Float32, y: Float32) -> tuple[Uint32, Uint32]:
     """The same with hi truncated: 2^-17, and no instruction waits for hi."""
     high = truncated(x, y)
-    rest_x = arch.inline_ptx("and.b32 {$w0}, {$r0}, 0xffff0000;", write_only_types=[Float32], read_only_args=[x])
-    rest_y = arch.inline_ptx("and.b32 {$w0}, {$r0}, 0xffff0000;", write_only_types=[Float32], read_only_args=[y])
+    rest_x = arch.inline_ptx(
+        "and.b32 {$w0}, {$r0}, 0xffff0000;", write_only_types=[Float32], read_only_args=[x]
+    )
+    rest_y = arch.inline_ptx(
+        "and.b32 {$w0}, {$r0}, 0xffff0000;", write_only_types=[Float32], read_only_args=[y]
+    )
     return high, blocks.pack(x - rest_x, y - rest_y)
 
 
 @cute.jit
 def load_gate_weights(weights: cute.Tensor, address: Int64, warp: Int32, lane: Int32) -> None:
-    """Features 16 warp .. +15 of a head's gate weights as A fragments: words (2, row 0 or 1, k16 chunk).
+    """Features 16 warp .. +15 of a head's gate weights as A fragments: words (2, row 0 or 1, k16
+    chunk).
 
-    Within a chunk columns are permuted like the state's; MMA row g is feature 16 warp + 2g, row g + 8 the next.
+    Within a chunk columns are permuted like the state's; MMA row g is feature 16 warp + 2g, row g +
+    8 the next.
     """
     first = address + Int64((16 * warp + lane // 4 * 2) * (2 * HEAD_DIM) + lane % 4 * 8)
     source = cute.make_tensor(
@@ -178,10 +197,15 @@ def load_gate_weights(weights: cute.Tensor, address: Int64, warp: Int32, lane: I
 
 @cute.jit
 def raw_gates(
-    weights: cute.Tensor, s_f_a: cute.Tensor, lane: Int32, chains: cutlass.Constexpr, P: cutlass.Constexpr
+    weights: cute.Tensor,
+    s_f_a: cute.Tensor,
+    lane: Int32,
+    chains: cutlass.Constexpr,
+    P: cutlass.Constexpr,
 ) -> tuple[Float32, Float32, Float32, Float32]:
-    """Products of `load_gate_weights` with f_a of all tokens, before rounding: tokens 2t, 2t+1 of feature 2g, then of
-    2g+1. `chains` of 8 / chains accumulations are summed in order. Columns past the last token repeat it.
+    """Products of `load_gate_weights` with f_a of all tokens, before rounding: tokens 2t, 2t+1 of
+    feature 2g, then of 2g+1. `chains` of 8 / chains accumulations are summed in order. Columns past
+    the last token repeat it.
 
     s_f_a   [tokens, 128] bf16; 16-byte unit u of token t at place u ^ (t % 8) of its row
     """
@@ -203,7 +227,12 @@ def raw_gates(
         sums.append(c)
     c0, c1, c2, c3 = sums[0]
     for chain in range_constexpr(1, chains):
-        c0, c1, c2, c3 = c0 + sums[chain][0], c1 + sums[chain][1], c2 + sums[chain][2], c3 + sums[chain][3]
+        c0, c1, c2, c3 = (
+            c0 + sums[chain][0],
+            c1 + sums[chain][1],
+            c2 + sums[chain][2],
+            c3 + sums[chain][3],
+        )
     return c0, c1, c2, c3
 
 
@@ -219,7 +248,8 @@ def store_gammas(
     lane: Int32,
     P: cutlass.Constexpr,
 ) -> None:
-    """Gamma of 16 features from `raw_gates`, summed up in the log domain across lanes; raw gates to the record.
+    """Gamma of 16 features from `raw_gates`, summed up in the log domain across lanes; raw gates to
+    the record.
 
     s_gamma   [tokens, GAMMA_PITCH]
     """
@@ -230,14 +260,23 @@ def store_gammas(
     )
     biases = cute.make_rmem_tensor(2, Float32)
     cute.autovec_copy(
-        cute.make_tensor(s_dt.iterator, cute.make_layout((2, HEAD_DIM // 2), stride=(1, 2)))[None, feature // 2], biases
+        cute.make_tensor(s_dt.iterator, cute.make_layout((2, HEAD_DIM // 2), stride=(1, 2)))[
+            None, feature // 2
+        ],
+        biases,
     )
     rounded = (blocks.pack(raw[0], raw[2]), blocks.pack(raw[1], raw[3]))  # a word per token
     logs = cute.make_rmem_tensor((2, 2), Float32)  # (feature, token), base 2
     for side in range_constexpr(2):
         for i in range_constexpr(2):
-            gate = blocks.high_half(rounded[side]) if const_expr(i == 1) else blocks.low_half(rounded[side])
-            logs[i, side] = blocks.log_decay(gate, biases[i], exp_A, lower_bound) * Float32(blocks.LOG2E)
+            gate = (
+                blocks.high_half(rounded[side])
+                if const_expr(i == 1)
+                else blocks.low_half(rounded[side])
+            )
+            logs[i, side] = blocks.log_decay(gate, biases[i], exp_A, lower_bound) * Float32(
+                blocks.LOG2E
+            )
     for i in range_constexpr(2):
         total = logs[i, 0] + logs[i, 1]
         for distance in (1, 2):
@@ -268,10 +307,12 @@ def convolve_with(
     task: Int32,
     P: cutlass.Constexpr,
 ) -> None:
-    """Two channels of one of q, k, v, all tokens: task = 64 * part + pair, 192 in all. Keys go to the record.
+    """Two channels of one of q, k, v, all tokens: task = 64 * part + pair, 192 in all. Keys go to
+    the record.
 
     taps, bias   of the two channels: (2, 4), (2)
-    M            has x [history + tokens, 3, 128] bf16 and, of layout rows, window [3, 128, entries], which is rolled
+    M            has x [history + tokens, 3, 128] bf16 and, of layout rows, window [3, 128,
+                 entries], which is rolled
     s_qkv        [tokens, QKV_PITCH] bf16: q, k, v
     """
     pairs = HEAD_DIM // 2
@@ -285,7 +326,9 @@ def convolve_with(
         cute.make_layout((pairs, 3, P.tokens), stride=(1, pairs, QKV_PITCH // 2)),
     )
     key = record.key_gates + Int64(pair) * 4
-    words = cute.make_rmem_tensor(HISTORY + P.tokens, Uint32)  # both channels of an entry: the history, then inputs
+    words = cute.make_rmem_tensor(
+        HISTORY + P.tokens, Uint32
+    )  # both channels of an entry: the history, then inputs
     if const_expr(P.layout == "rows"):
         take_history(words, M, window, task)
     else:
@@ -299,7 +342,11 @@ def convolve_with(
         for i in range_constexpr(2):
             y[i] = bias[i].to(Float32)
             for tap in range_constexpr(CONV_WIDTH):
-                seen = blocks.high_half(words[t + tap]) if const_expr(i == 1) else blocks.low_half(words[t + tap])
+                seen = (
+                    blocks.high_half(words[t + tap])
+                    if const_expr(i == 1)
+                    else blocks.low_half(words[t + tap])
+                )
                 y[i] += taps[i, tap].to(Float32) * seen
         rounded = blocks.pack(y[0] * blocks.sigmoid(y[0]), y[1] * blocks.sigmoid(y[1]))
         results[pair, part, t] = rounded
@@ -311,15 +358,19 @@ def convolve_with(
 
 @cute.jit
 def take_history(words: cute.Tensor, M: cutlass.Constexpr, window: Window, task: Int32) -> None:
-    """Entries start .. start+2 of two channels of a window that is copied whole, a word for each."""
+    """Entries start .. start+2 of two channels of a window that is copied whole, a word for
+    each."""
     values = cute.make_tensor(
-        cute.recast_ptr(words.iterator, dtype=BFloat16), cute.make_layout((2, HISTORY), stride=(1, 2))
+        cute.recast_ptr(words.iterator, dtype=BFloat16),
+        cute.make_layout((2, HISTORY), stride=(1, 2)),
     )
     conv_window.take_history(values, M, window, 2 * task)
 
 
 @cute.jit
-def roll_window(words: cute.Tensor, M: cutlass.Constexpr, window: Window, task: Int32, P: cutlass.Constexpr) -> None:
+def roll_window(
+    words: cute.Tensor, M: cutlass.Constexpr, window: Window, task: Int32, P: cutlass.Constexpr
+) -> None:
     """The last two entries of the history, then the inputs, as the first entries of two channels.
 
     words   both channels of an entry: three of history, then the inputs
@@ -334,19 +385,28 @@ def roll_window(words: cute.Tensor, M: cutlass.Constexpr, window: Window, task: 
             first, second = 2 * w, 2 * w + 1
             low, high = words[1 + first % rolled], words[1 + second % rolled]
             low = low // 65536 if const_expr(first >= rolled) else low & Uint32(0xFFFF)
-            high = high & Uint32(0xFFFF0000) if const_expr(second >= rolled) else (high & Uint32(0xFFFF)) * 65536
+            high = (
+                high & Uint32(0xFFFF0000)
+                if const_expr(second >= rolled)
+                else (high & Uint32(0xFFFF)) * 65536
+            )
             packed[w] = low | high
-        source = cute.make_tensor(packed.iterator, cute.make_layout((width, rolled // width), stride=(1, width)))
+        source = cute.make_tensor(
+            packed.iterator, cute.make_layout((width, rolled // width), stride=(1, width))
+        )
         target = cute.make_tensor(
             cute.recast_ptr(M.window.iterator, dtype=Uint32),
-            cute.make_layout((width, rolled // width, 3 * HEAD_DIM // 2), stride=(1, width, rolled)),
+            cute.make_layout(
+                (width, rolled // width, 3 * HEAD_DIM // 2), stride=(1, width, rolled)
+            ),
         )
         for piece in range_constexpr(rolled // width):
             cute.autovec_copy(source[None, piece], target[None, piece, task])
     else:
         place = 2 * task * entries
         values = cute.make_tensor(
-            cute.recast_ptr(words.iterator, dtype=BFloat16), cute.make_layout((2, 1 + rolled), stride=(1, 2))
+            cute.recast_ptr(words.iterator, dtype=BFloat16),
+            cute.make_layout((2, 1 + rolled), stride=(1, 2)),
         )
         for i in range_constexpr(2):
             for e in range_constexpr(rolled):
@@ -364,7 +424,8 @@ def build_fragments(
     lane: Int32,
     P: cutlass.Constexpr,
 ) -> None:
-    """Normalizes k and q and writes all fragments, by `count` warps (1, 2, 4 or 8) of which this one is `index`.
+    """Normalizes k and q and writes all fragments, by `count` warps (1, 2, 4 or 8) of which this
+    one is `index`.
 
     Lane = four columns, so a warp holds a whole vector.
     """
@@ -447,7 +508,9 @@ def _build_vector(
 
 
 @cute.jit
-def _quad(s_qkv: cute.Tensor, part: Int32, token: Int32, lane: Int32, P: cutlass.Constexpr) -> tuple[Float32, ...]:
+def _quad(
+    s_qkv: cute.Tensor, part: Int32, token: Int32, lane: Int32, P: cutlass.Constexpr
+) -> tuple[Float32, ...]:
     """Four columns of q, k or v."""
     words = cute.make_tensor(
         cute.recast_ptr(s_qkv.iterator, dtype=Uint32),
@@ -455,12 +518,21 @@ def _quad(s_qkv: cute.Tensor, part: Int32, token: Int32, lane: Int32, P: cutlass
     )
     pair = cute.make_rmem_tensor(2, Uint32)
     cute.autovec_copy(words[None, lane, part, token], pair)
-    return blocks.low_half(pair[0]), blocks.high_half(pair[0]), blocks.low_half(pair[1]), blocks.high_half(pair[1])
+    return (
+        blocks.low_half(pair[0]),
+        blocks.high_half(pair[0]),
+        blocks.low_half(pair[1]),
+        blocks.high_half(pair[1]),
+    )
 
 
 @cute.jit
-def _gamma_quad(s_gamma: cute.Tensor, token: Int32, lane: Int32, P: cutlass.Constexpr) -> cute.Tensor:
-    gammas = cute.make_tensor(s_gamma.iterator, cute.make_layout((4, 32, P.tokens), stride=(1, 4, GAMMA_PITCH)))
+def _gamma_quad(
+    s_gamma: cute.Tensor, token: Int32, lane: Int32, P: cutlass.Constexpr
+) -> cute.Tensor:
+    gammas = cute.make_tensor(
+        s_gamma.iterator, cute.make_layout((4, 32, P.tokens), stride=(1, 4, GAMMA_PITCH))
+    )
     gamma = cute.make_rmem_tensor(4, Float32)
     cute.autovec_copy(gammas[None, lane, token], gamma)
     return gamma
@@ -468,23 +540,36 @@ def _gamma_quad(s_gamma: cute.Tensor, token: Int32, lane: Int32, P: cutlass.Cons
 
 @cute.jit
 def _put_quad(
-    s_fragments: cute.Tensor, x: cute.Tensor, tile: cutlass.Constexpr, slot: Int32, quad: Int32, P: cutlass.Constexpr
+    s_fragments: cute.Tensor,
+    x: cute.Tensor,
+    tile: cutlass.Constexpr,
+    slot: Int32,
+    quad: Int32,
+    P: cutlass.Constexpr,
 ) -> None:
     """Columns 4 quad .. +3 of the vector in column `slot` of a tile."""
     step, t = P.quad_place(quad)
     words = cute.make_rmem_tensor(4, Uint32)
     words[0], words[2] = split_rounded(x[0], x[1])
     words[1], words[3] = split_rounded(x[2], x[3])
-    fragments = cute.make_tensor(cute.recast_ptr(s_fragments.iterator, dtype=Uint32), P.fragment_layout)
+    fragments = cute.make_tensor(
+        cute.recast_ptr(s_fragments.iterator, dtype=Uint32), P.fragment_layout
+    )
     cute.autovec_copy(words, fragments[None, 4 * slot + t, tile, step])
 
 
 @cute.jit
 def fragment(
-    s_fragments: cute.Tensor, step: Int32, tile: cutlass.Constexpr, lane: Int32, P: cutlass.Constexpr
+    s_fragments: cute.Tensor,
+    step: Int32,
+    tile: cutlass.Constexpr,
+    lane: Int32,
+    P: cutlass.Constexpr,
 ) -> cute.Tensor:
     """Four words: hi of the lane's columns 0..3, lo of them."""
-    fragments = cute.make_tensor(cute.recast_ptr(s_fragments.iterator, dtype=Uint32), P.fragment_layout)
+    fragments = cute.make_tensor(
+        cute.recast_ptr(s_fragments.iterator, dtype=Uint32), P.fragment_layout
+    )
     words = cute.make_rmem_tensor(4, Uint32)
     cute.autovec_copy(fragments[None, lane, tile, step], words)
     return words
@@ -492,14 +577,19 @@ def fragment(
 
 @cute.jit
 def token_products(
-    s_fragments: cute.Tensor, s_partials: cute.Tensor, step: Int32, lane: Int32, P: cutlass.Constexpr
+    s_fragments: cute.Tensor,
+    s_partials: cute.Tensor,
+    step: Int32,
+    lane: Int32,
+    P: cutlass.Constexpr,
 ) -> None:
     """A step's part of A and B, by one warp: s_partials [step][tile][s][column] f32."""
     none = Uint32(0)
     k = fragment(s_fragments, step, P.tiles, lane, P)
     high, low = (k[0], none, k[1], none), (k[2], none, k[3], none)
     partials = cute.make_tensor(
-        s_partials.iterator, cute.make_layout((2, 32, P.tiles, STEPS), stride=(1, 2, 64, P.pair_floats))
+        s_partials.iterator,
+        cute.make_layout((2, 32, P.tiles, STEPS), stride=(1, 2, 64, P.pair_floats)),
     )
     for tile in range_constexpr(P.tiles):
         x = fragment(s_fragments, step, tile, lane, P)
@@ -542,7 +632,10 @@ def solve(
             (parts[i, 4] + parts[i, 5]) + (parts[i, 6] + parts[i, 7])
         )
     cute.autovec_copy(
-        total, cute.make_tensor(s_pairs.iterator, cute.make_layout((count, 32), stride=(1, count)))[None, lane]
+        total,
+        cute.make_tensor(s_pairs.iterator, cute.make_layout((count, 32), stride=(1, count)))[
+            None, lane
+        ],
     )
     arch.sync_warp()
 
@@ -570,7 +663,9 @@ def solve(
             if const_expr(t > s):
                 rest[t] = rest[t] - row[t % 4, t // 4, 0] * u
             outputs[t] = outputs[t] + row[t % 4, t // 4, 1] * u
-    matrix = cute.make_tensor(s_matrix.iterator, cute.make_layout((P.slots, 2 * P.slots), stride=(1, P.slots)))
+    matrix = cute.make_tensor(
+        s_matrix.iterator, cute.make_layout((P.slots, 2 * P.slots), stride=(1, P.slots))
+    )
     if lane < P.slots:
         for t in range_constexpr(P.slots):
             matrix[column, t] = corrections[t]
@@ -617,19 +712,22 @@ def copy_line(
 ) -> None:
     """Ask for a line of the warp's rows, by cp.async.
 
-    cells   16 * thread behind the shared address of the line's LINE_BYTES, which is a multiple of 128
+    cells   16 * thread behind the shared address of the line's LINE_BYTES, which is a multiple of
+            128
     page    address of the item's state
     policy  of the L2 cache, if hinted
 
-    Rows 4j .. 4j + 3 of the warp lie together. The halves of a line change places in rows 2 and 3 of them, so that a
-    quarter of a warp reads cells of its two rows without bank conflicts.
+    Rows 4j .. 4j + 3 of the warp lie together. The halves of a line change places in rows 2 and 3
+    of them, so that a quarter of a warp reads cells of its two rows without bank conflicts.
     """
     row_bytes = HEAD_DIM * P.item_bytes
     source = page + (Int64((16 * warp + lane // 8) * row_bytes + lane % 8 * 16) + line * 128)
     target = cells + ((lane ^ (lane // 16 * 4)) - lane) * 16
     for j in range_constexpr(4):
         if const_expr(hinted):
-            blocks.copy_async_hinted(target + j * (32 * WARPS * 16), source + j * (4 * row_bytes), 16, policy)
+            blocks.copy_async_hinted(
+                target + j * (32 * WARPS * 16), source + j * (4 * row_bytes), 16, policy
+            )
         else:
             blocks.copy_async(target + j * (32 * WARPS * 16), source + j * (4 * row_bytes), 16)
 
@@ -644,9 +742,15 @@ def accumulators(P: cutlass.Constexpr) -> cute.Tensor:
 
 @cute.jit
 def multiply_line(
-    sums: cute.Tensor, cells: Int32, s_fragments: cute.Tensor, line: Int32, lane: Int32, P: cutlass.Constexpr
+    sums: cute.Tensor,
+    cells: Int32,
+    s_fragments: cute.Tensor,
+    line: Int32,
+    lane: Int32,
+    P: cutlass.Constexpr,
 ) -> None:
-    """Add the products of a line of the warp's rows, for which each of its lanes has waited. cells: as `copy_line`."""
+    """Add the products of a line of the warp's rows, for which each of its lanes has waited. cells:
+    as `copy_line`."""
     arch.sync_warp()
     for half in range_constexpr(2):
         _multiply_half(sums, cells, s_fragments, 2 * line + half, half, lane, P)
@@ -664,12 +768,16 @@ def _multiply_half(
 ) -> None:
     """Add the products of half of a line, which is one cell of each of the thread's rows."""
     g, t = lane // 4, lane % 4
-    first = cells + (g // 2 * (32 * WARPS * 16) - 16 * lane + g % 2 * 256 + (g % 2 ^ half) * 64 + t * 16)
+    first = cells + (
+        g // 2 * (32 * WARPS * 16) - 16 * lane + g % 2 * 256 + (g % 2 ^ half) * 64 + t * 16
+    )
     x = cute.make_rmem_tensor(4, Uint32)
     y = cute.make_rmem_tensor(4, Uint32)
     for row in range_constexpr(2):
         source = cute.make_ptr(Uint32, first + row * 128, SMEM, assumed_align=16)
-        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), y if const_expr(row == 1) else x)
+        cute.autovec_copy(
+            cute.make_tensor(source, cute.make_layout(4)), y if const_expr(row == 1) else x
+        )
     multiply_cell(sums, x, y, s_fragments, cell, lane, P)
 
 
@@ -683,7 +791,8 @@ def multiply_cell(
     lane: Int32,
     P: cutlass.Constexpr,
 ) -> None:
-    """Add the products of one cell of each of the thread's two rows, x and y, as four words each."""
+    """Add the products of one cell of each of the thread's two rows, x and y, as four words
+    each."""
     if const_expr(P.state_dtype == "fp32"):
         fx = cute.make_tensor(cute.recast_ptr(x.iterator, dtype=Float32), cute.make_layout(4))
         fy = cute.make_tensor(cute.recast_ptr(y.iterator, dtype=Float32), cute.make_layout(4))
@@ -712,10 +821,16 @@ def multiply_cell(
 
 @cute.jit
 def _add(
-    sums: cute.Tensor, chain: cutlass.Constexpr, tile: cutlass.Constexpr, a: tuple[Uint32, ...], b: tuple[Uint32, ...]
+    sums: cute.Tensor,
+    chain: cutlass.Constexpr,
+    tile: cutlass.Constexpr,
+    a: tuple[Uint32, ...],
+    b: tuple[Uint32, ...],
 ) -> None:
     c = (sums[0, chain, tile], sums[1, chain, tile], sums[2, chain, tile], sums[3, chain, tile])
-    sums[0, chain, tile], sums[1, chain, tile], sums[2, chain, tile], sums[3, chain, tile] = blocks.mma_16816(c, a, b)
+    sums[0, chain, tile], sums[1, chain, tile], sums[2, chain, tile], sums[3, chain, tile] = (
+        blocks.mma_16816(c, a, b)
+    )
 
 
 @cute.jit
@@ -725,8 +840,11 @@ def first_token(lane: Int32, P: cutlass.Constexpr) -> Int32:
 
 
 @cute.jit
-def values(s_qkv: cute.Tensor, warp: Int32, lane: Int32, P: cutlass.Constexpr) -> tuple[Float32, ...]:
-    """v of the lane's two rows and two tokens: row 2g of both, then row 2g+1. Tokens past the last repeat it."""
+def values(
+    s_qkv: cute.Tensor, warp: Int32, lane: Int32, P: cutlass.Constexpr
+) -> tuple[Float32, ...]:
+    """v of the lane's two rows and two tokens: row 2g of both, then row 2g+1. Tokens past the last
+    repeat it."""
     words = cute.make_tensor(
         cute.recast_ptr(s_qkv.iterator, dtype=Uint32),
         cute.make_layout((HEAD_DIM // 2, 3, P.tokens), stride=(1, HEAD_DIM // 2, QKV_PITCH // 2)),
@@ -735,16 +853,26 @@ def values(s_qkv: cute.Tensor, warp: Int32, lane: Int32, P: cutlass.Constexpr) -
     place = 8 * warp + lane // 4
     first = words[place, 2, min(token, P.tokens - 1)]
     second = words[place, 2, min(token + 1, P.tokens - 1)]
-    return blocks.low_half(first), blocks.low_half(second), blocks.high_half(first), blocks.high_half(second)
+    return (
+        blocks.low_half(first),
+        blocks.low_half(second),
+        blocks.high_half(first),
+        blocks.high_half(second),
+    )
 
 
 @cute.jit
 def finish(
-    sums: cute.Tensor, v: tuple[Float32, ...], s_solution: cute.Tensor, lane: Int32, P: cutlass.Constexpr
+    sums: cute.Tensor,
+    v: tuple[Float32, ...],
+    s_solution: cute.Tensor,
+    lane: Int32,
+    P: cutlass.Constexpr,
 ) -> tuple[tuple[Float32, ...], tuple[Float32, ...]]:
     """u and o of the lane's two rows and two tokens, in the order of `values`.
 
-    With four slots only lanes t < 2 hold u, and only the others o: `holds_corrections`, `holds_outputs`.
+    With four slots only lanes t < 2 hold u, and only the others o: `holds_corrections`,
+    `holds_outputs`.
     """
     solution = cute.make_rmem_tensor(P.solution_words, Uint32)
     cute.autovec_copy(
@@ -788,7 +916,9 @@ def finish(
 
 
 @cute.jit
-def store_corrections(u: tuple[Float32, ...], address: Int64, warp: Int32, lane: Int32, P: cutlass.Constexpr) -> None:
+def store_corrections(
+    u: tuple[Float32, ...], address: Int64, warp: Int32, lane: Int32, P: cutlass.Constexpr
+) -> None:
     """u of `finish` to the item's record [tokens, 128] f32."""
     token = first_token(lane, P)
     for side in range_constexpr(2):
@@ -804,8 +934,11 @@ def store_corrections(u: tuple[Float32, ...], address: Int64, warp: Int32, lane:
 
 
 @cute.jit
-def store_squares(o: cute.Tensor, s_sums: cute.Tensor, warp: Int32, lane: Int32, P: cutlass.Constexpr) -> None:
-    """Sums of squares over the warp's rows of the lane's two tokens, o rounded, in the order of `values`.
+def store_squares(
+    o: cute.Tensor, s_sums: cute.Tensor, warp: Int32, lane: Int32, P: cutlass.Constexpr
+) -> None:
+    """Sums of squares over the warp's rows of the lane's two tokens, o rounded, in the order of
+    `values`.
 
     s_sums   [slots, WARPS] f32; the halves of tokens 4.. change places, so that no banks conflict
     """
@@ -828,20 +961,27 @@ def store_squares(o: cute.Tensor, s_sums: cute.Tensor, warp: Int32, lane: Int32,
 
 @cute.jit
 def output_factors(
-    s_out_gate: cute.Tensor, s_norm_weight: cute.Tensor, tile: Int32, lane: Int32, P: cutlass.Constexpr
+    s_out_gate: cute.Tensor,
+    s_norm_weight: cute.Tensor,
+    tile: Int32,
+    lane: Int32,
+    P: cutlass.Constexpr,
 ) -> cute.Tensor:
     """Norm weight times sigmoid of the output gate, in the order of `values`.
 
     tile   16 of the CTA's rows
     """
     words = cute.make_tensor(
-        cute.recast_ptr(s_out_gate.iterator, dtype=Uint32), cute.make_layout((P.rows // 2, P.tokens))
+        cute.recast_ptr(s_out_gate.iterator, dtype=Uint32),
+        cute.make_layout((P.rows // 2, P.tokens)),
     )
     token = first_token(lane, P)
     place = 8 * tile + lane // 4
     weights = cute.make_rmem_tensor(2, Float32)
     cute.autovec_copy(
-        cute.make_tensor(s_norm_weight.iterator, cute.make_layout((2, P.rows // 2), stride=(1, 2)))[None, place],
+        cute.make_tensor(s_norm_weight.iterator, cute.make_layout((2, P.rows // 2), stride=(1, 2)))[
+            None, place
+        ],
         weights,
     )
     factors = cute.make_rmem_tensor(4, Float32)
@@ -864,9 +1004,12 @@ def store_outputs(
     lane: Int32,
     P: cutlass.Constexpr,
 ) -> None:
-    """RMSNorm from all warps' `store_squares`, output gate, and store to `results`, [tokens, D] bf16."""
+    """RMSNorm from all warps' `store_squares`, output gate, and store to `results`, [tokens, D]
+    bf16."""
     token = first_token(lane, P)
-    sums = cute.make_tensor(s_sums.iterator, cute.make_layout((4, 2, P.slots), stride=(1, 4, WARPS)))
+    sums = cute.make_tensor(
+        s_sums.iterator, cute.make_layout((4, 2, P.slots), stride=(1, 4, WARPS))
+    )
     for side in range_constexpr(2):
         part = cute.make_rmem_tensor((4, 2), Float32)
         for half in range_constexpr(2):

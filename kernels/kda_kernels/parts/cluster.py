@@ -16,7 +16,8 @@ class ClusterPlan(StepPlan):
     split     CTAs of a cluster
     hints     the state passes L1 by, and where it is stored it is streaming
     late      the state is asked for when the other operands have landed, not at once
-    chained   the projection is asked for last, behind the wait for the previous launch; else before the slot is known
+    chained   the projection is asked for last, behind the wait for the previous launch; else before
+              the slot is known
     spin      what other CTAs send is polled for, not slept for
     """
 

@@ -1,13 +1,13 @@
 """A request's convolution window: its history to shared memory, rolled, and back.
 
-Layouts of a window [3D, W] at any strides (`arguments.Rules`) and what a CTA of `rows` channels of each of q, k, v has
-of it in shared memory:
+Layouts of a window [3D, W] at any strides (`arguments.Rules`) and what a CTA of `rows` channels of
+each of q, k, v has of it in shared memory:
   rows   dim-first: all entries as they are, [3, rows, W]; rolled there
-  taps   window-major: the three entries of history, [3 entries, 3, rows], in front of the inputs, which come next; by
-         units of 16 bytes
+  taps   window-major: the three entries of history, [3 entries, 3, rows], in front of the inputs,
+         which come next; by units of 16 bytes
   any    the same, element by element
-A window is loaded and stored by the warps that convolve its channels, 64 each (`load_own`, `store_own`), or by all
-threads, which a barrier must then stand between (`load_all`, `store_all`).
+A window is loaded and stored by the warps that convolve its channels, 64 each (`load_own`,
+`store_own`), or by all threads, which a barrier must then stand between (`load_all`, `store_all`).
 """
 
 # A condition known at compile time can't share an `if` with one of the running kernel.
@@ -34,7 +34,8 @@ GMEM = cutlass.AddressSpace.gmem
 
 
 class Window(NamedTuple):
-    """A request's convolution window: address of its page, element strides, first entry of the history."""
+    """A request's convolution window: address of its page, element strides, first entry of the
+    history."""
 
     page: Int64
     channel_stride: Int32
@@ -44,7 +45,9 @@ class Window(NamedTuple):
 
 @cute.jit
 def window_of(A: Arguments, page: Int32, start: Int32) -> Window:
-    return Window(A.conv_state + Int64(page) * A.conv_stride * 2, A.channel_stride, A.tap_stride, start)
+    return Window(
+        A.conv_state + Int64(page) * A.conv_stride * 2, A.channel_stride, A.tap_stride, start
+    )
 
 
 @cute.jit
@@ -63,13 +66,16 @@ def load_own(M: Smem, window: Window, at: Place, P: cutlass.Constexpr) -> None:
                 if const_expr(P.layout == "taps"):
                     blocks.copy_async(base + place * 2, address, 16)
                 else:
-                    flat = cute.make_tensor(M.window.iterator, cute.make_layout(HISTORY * 3 * P.rows))
+                    flat = cute.make_tensor(
+                        M.window.iterator, cute.make_layout(HISTORY * 3 * P.rows)
+                    )
                     flat[place] = blocks.at(BFloat16, address, Int32(0))
 
 
 @cute.jit
 def store_own(M: Smem, window: Window, at: Place, P: cutlass.Constexpr) -> None:
-    """The two inputs before this step's, then these, as the first tokens+2 entries; a warp those of its channels."""
+    """The two inputs before this step's, then these, as the first tokens+2 entries; a warp those of
+    its channels."""
     if const_expr(P.layout == "rows"):
         for i in range_constexpr(_own_units(P)):
             unit, inside, address = _own_unit(window, i, at, P)
@@ -84,7 +90,9 @@ def store_own(M: Smem, window: Window, at: Place, P: cutlass.Constexpr) -> None:
                 if const_expr(P.layout == "taps"):
                     store_unit(entries, place // UNIT, total // UNIT, address)
                 else:
-                    blocks.put(BFloat16, address, cute.make_tensor(entries, cute.make_layout(total))[place])
+                    blocks.put(
+                        BFloat16, address, cute.make_tensor(entries, cute.make_layout(total))[place]
+                    )
 
 
 def _own_units(P: Any) -> int:
@@ -96,7 +104,8 @@ def _own_units(P: Any) -> int:
 def _own_unit(
     window: Window, i: cutlass.Constexpr, at: Place, P: cutlass.Constexpr
 ) -> tuple[Int32, cutlass.Boolean, Int64]:
-    """A lane's unit i of a dim-first window: its place in `[3, rows, W]`, whether there is one, its address."""
+    """A lane's unit i of a dim-first window: its place in `[3, rows, W]`, whether there is one, its
+    address."""
     units = P.rows // UNIT * window.channel_stride  # of one of q, k, v
     of_warp = _WARP_CHANNELS // UNIT * window.channel_stride
     mine = at.lane + 32 * i
@@ -107,7 +116,8 @@ def _own_unit(
 
 @cute.jit
 def _part_of(window: Window, unit: Int32, units: Int32, at: Place) -> tuple[Int32, Int64]:
-    """Which of q, k, v, `units` of each, a unit of a dim-first window is of, and the address of its first unit."""
+    """Which of q, k, v, `units` of each, a unit of a dim-first window is of, and the address of its
+    first unit."""
     part = Int32(0)
     if unit >= units:
         part = Int32(1)
@@ -130,16 +140,25 @@ def _own_cells(entries: int, P: Any) -> int:
 
 @cute.jit
 def _own_cell(
-    window: Window, first: Int32, entries: cutlass.Constexpr, i: cutlass.Constexpr, at: Place, P: cutlass.Constexpr
+    window: Window,
+    first: Int32,
+    entries: cutlass.Constexpr,
+    i: cutlass.Constexpr,
+    at: Place,
+    P: cutlass.Constexpr,
 ) -> tuple[Int32, cutlass.Boolean, Int64]:
-    """A lane's piece i of `[entries from first, 3, rows]`: its element, whether there is one, its address."""
+    """A lane's piece i of `[entries from first, 3, rows]`: its element, whether there is one, its
+    address."""
     piece = UNIT if const_expr(P.layout == "taps") else 1
     per_entry = _WARP_CHANNELS // piece
     mine = at.lane + 32 * i
     entry = mine // per_entry
     channel = at.warp * _WARP_CHANNELS + mine % per_entry * piece
     c = channel // P.rows * at.D + at.channel + channel % P.rows
-    address = window.page + (Int64(first + entry) * window.tap_stride + Int64(c) * window.channel_stride) * 2
+    address = (
+        window.page
+        + (Int64(first + entry) * window.tap_stride + Int64(c) * window.channel_stride) * 2
+    )
     return entry * (3 * P.rows) + channel, entry < entries and channel < 3 * P.rows, address
 
 
@@ -158,7 +177,9 @@ def load_all(M: Smem, window: Window, at: Place, P: cutlass.Constexpr) -> None:
         for i in range_constexpr(ceil_div(total, P.threads)):
             unit = at.tid + i * P.threads
             if unit < total:
-                blocks.copy_async(base + unit * 16, _element_address(window, unit * UNIT, window.start, at, P), 16)
+                blocks.copy_async(
+                    base + unit * 16, _element_address(window, unit * UNIT, window.start, at, P), 16
+                )
     else:
         load_elements(M, window, at, P)
 
@@ -171,11 +192,15 @@ def load_elements(M: Smem, window: Window, at: Place, P: cutlass.Constexpr) -> N
     for i in range_constexpr(ceil_div(total, P.threads)):
         index = at.tid + i * P.threads
         if index < total:
-            flat[index] = blocks.at(BFloat16, _element_address(window, index, window.start, at, P), Int32(0))
+            flat[index] = blocks.at(
+                BFloat16, _element_address(window, index, window.start, at, P), Int32(0)
+            )
 
 
 @cute.jit
-def _element_address(window: Window, index: Int32, first: Int32, at: Place, P: cutlass.Constexpr) -> Int64:
+def _element_address(
+    window: Window, index: Int32, first: Int32, at: Place, P: cutlass.Constexpr
+) -> Int64:
     """Of element `index` of `[entries from first, 3, rows]`."""
     entry = first + index // (3 * P.rows)
     c = index // P.rows % 3 * at.D + at.channel + index % P.rows
@@ -242,7 +267,9 @@ def take_history(past: cute.Tensor, M: Smem, window: Window, channel: Int32) -> 
 def inputs_by_pair(M: Smem, P: cutlass.Constexpr) -> cute.Tensor:
     """M.x as (channel of two, pair, part, entry)."""
     pairs = P.rows // 2
-    layout = cute.make_layout((2, pairs, 3, P.history + P.tokens), stride=(1, 2, P.rows, 3 * P.rows))
+    layout = cute.make_layout(
+        (2, pairs, 3, P.history + P.tokens), stride=(1, 2, P.rows, 3 * P.rows)
+    )
     return cute.make_tensor(M.x.iterator, layout)
 
 
@@ -253,9 +280,12 @@ def take_weights(
     """Taps (2, 4) and bias (2) of two channels."""
     pairs = P.rows // 2
     taps = cute.make_tensor(
-        M.taps.iterator, cute.make_layout((2, pairs, CONV_WIDTH, 3), stride=(1, 2, P.rows, CONV_WIDTH * P.rows))
+        M.taps.iterator,
+        cute.make_layout((2, pairs, CONV_WIDTH, 3), stride=(1, 2, P.rows, CONV_WIDTH * P.rows)),
     )
-    biases = cute.make_tensor(M.bias.iterator, cute.make_layout((2, pairs, 3), stride=(1, 2, P.rows)))
+    biases = cute.make_tensor(
+        M.bias.iterator, cute.make_layout((2, pairs, 3), stride=(1, 2, P.rows))
+    )
     cute.autovec_copy(biases[None, pair, part], bias)
     for tap in range_constexpr(CONV_WIDTH):
         cute.autovec_copy(taps[None, pair, tap, part], weight[None, tap])
@@ -272,7 +302,8 @@ def take_past(
     part: Int32,
     P: cutlass.Constexpr,
 ) -> None:
-    """The three inputs of two channels before a group of tokens, (channel of two, entry). x: `inputs_by_pair`."""
+    """The three inputs of two channels before a group of tokens, (channel of two, entry). x:
+    `inputs_by_pair`."""
     if group == 0:
         if const_expr(P.layout == "rows"):
             take_history(past, M, window, part * P.rows + 2 * pair)
@@ -296,7 +327,8 @@ def roll(
     part: Int32,
     P: cutlass.Constexpr,
 ) -> None:
-    """The last two entries of the history, then the inputs, as the first entries of two channels, layout rows.
+    """The last two entries of the history, then the inputs, as the first entries of two channels,
+    layout rows.
 
     past   of `take_history`
     x      (channel of two, pair, part, token)

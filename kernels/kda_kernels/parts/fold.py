@@ -1,16 +1,18 @@
-"""The fold of a request's pending tokens into a state, where a window's products with it follow in the same pass.
+"""The fold of a request's pending tokens into a state, where a window's products with it follow in
+the same pass.
 
-With S the state, u_t and k^_t the recorded corrections and normalized keys of the n pending tokens, L_t the log decays
-of tokens 0..t summed up:
+With S the state, u_t and k^_t the recorded corrections and normalized keys of the n pending tokens,
+L_t the log decays of tokens 0..t summed up:
     S <- S e^{L_{n-1}} + sum_{t<n} u_t (k^_t e^{L_{n-1} - L_t})
 What a record holds of a token is its key, its raw gates and its corrections, so that first
-  weigh   two warps make the weighed keys of all columns and e^{L_{n-1}}, a pair of columns per lane, of what
-          `load_keys` has brought to shared memory: M.fold, as B fragments, and M.fold_scale
-and then each warp folds its rows on tensor cores, U as A fragment (`old_corrections`, `load_corrections`), in the
-registers that hold S (`fold_cell`), or line by line of a state in shared memory (`advance_line`). U and K are two BF16
-terms each, hi and lo, and all four products of them are summed: see `fold_cell`.
-Lanes, cells and lines: `parts.chunked`. Serves KdaFused and KdaFusedWS. Source: docs/operation.md, "Commit: folding n
-accepted tokens".
+  weigh   two warps make the weighed keys of all columns and e^{L_{n-1}}, a pair of columns per
+          lane, of what `load_keys` has brought to shared memory: M.fold, as B fragments, and
+          M.fold_scale
+and then each warp folds its rows on tensor cores, U as A fragment (`old_corrections`,
+`load_corrections`), in the registers that hold S (`fold_cell`), or line by line of a state in
+shared memory (`advance_line`). U and K are two BF16 terms each, hi and lo, and all four products of
+them are summed: see `fold_cell`. Lanes, cells and lines: `parts.chunked`. Serves KdaFused and
+KdaFusedWS. Source: docs/operation.md, "Commit: folding n accepted tokens".
 """
 
 # A condition known at compile time can't share an `if` with one of the running kernel.
@@ -127,7 +129,8 @@ def weigh(
     lane: Int32,
     P: cutlass.Constexpr,
 ) -> None:
-    """k^_t e^{L_n - L_t} of the n pending tokens as B fragments, and e^{L_n}: two columns, by one of two warps.
+    """k^_t e^{L_n - L_t} of the n pending tokens as B fragments, and e^{L_n}: two columns, by one
+    of two warps.
 
     Whatever stands in a record past the pending tokens has no part in it.
     """
@@ -147,7 +150,10 @@ def weigh(
 
     biases = cute.make_rmem_tensor(2, Float32)
     cute.autovec_copy(
-        cute.make_tensor(M.dt_bias.iterator, cute.make_layout((2, HEAD_DIM // 2), stride=(1, 2)))[None, pair], biases
+        cute.make_tensor(M.dt_bias.iterator, cute.make_layout((2, HEAD_DIM // 2), stride=(1, 2)))[
+            None, pair
+        ],
+        biases,
     )
     later = cute.make_rmem_tensor(2, Float32)  # log decay after token t, base 2
     weighed = cute.make_rmem_tensor((2, P.slots), Float32)
@@ -165,10 +171,13 @@ def weigh(
             later[i] = later[i] + (log if t < n else Float32(0))
     for i in range_constexpr(2):
         later[i] = cute.math.exp2(later[i], approx=True, ftz=True)
-    scales = cute.make_tensor(M.fold_scale.iterator, cute.make_layout((2, HEAD_DIM // 2), stride=(1, 2)))
+    scales = cute.make_tensor(
+        M.fold_scale.iterator, cute.make_layout((2, HEAD_DIM // 2), stride=(1, 2))
+    )
     cute.autovec_copy(later, scales[None, pair])
 
-    # Columns 2 pair, 2 pair + 1: of half `pair % 2` of cell `pair / 8`, there columns g, g + 1 of the MMA.
+    # Columns 2 pair, 2 pair + 1: of half `pair % 2` of cell `pair / 8`, there columns g, g + 1 of
+    # the MMA.
     fragments = cute.make_tensor(M.fold.iterator, P.fold_layout)
     for t in range_constexpr(P.slots // 2):
         for i in range_constexpr(2):
@@ -195,15 +204,17 @@ def fold_cell(
 ) -> None:
     """A cell of each of the thread's two rows, x and y, in place. u: of `corrections_fragment`.
 
-    A cell's columns 0, 1 and 2, 3 of both rows are each what an m16n8 accumulator has on this lane. The K axis holds
-    tokens: up to eight as (hi, lo) of the corrections, with the keys' hi and then their lo; up to four as (hi, lo, hi,
-    lo) against (hi, hi, lo, lo).
+    A cell's columns 0, 1 and 2, 3 of both rows are each what an m16n8 accumulator has on this lane.
+    The K axis holds tokens: up to eight as (hi, lo) of the corrections, with the keys' hi and then
+    their lo; up to four as (hi, lo, hi, lo) against (hi, hi, lo, lo).
     """
     fragments = cute.make_tensor(
         cute.recast_ptr(M.fold.iterator, dtype=Uint32),
         cute.make_layout((4, P.fold_places, P.row_cells), stride=(1, 4, 4 * P.fold_places + 4)),
     )
-    scales = cute.make_tensor(M.fold_scale.iterator, cute.make_layout((4, 4, P.row_cells), stride=(1, 4, 16)))
+    scales = cute.make_tensor(
+        M.fold_scale.iterator, cute.make_layout((4, 4, P.row_cells), stride=(1, 4, 16))
+    )
     scale = cute.make_rmem_tensor(4, Float32)
     keys = cute.make_rmem_tensor(4, Uint32)
     cute.autovec_copy(scales[None, lane % 4, cell], scale)
@@ -220,21 +231,28 @@ def fold_cell(
 
 
 @cute.jit
-def old_corrections(M: Smem, n: Int32, tile: Int32, lane: Int32, P: cutlass.Constexpr) -> tuple[Uint32, ...]:
+def old_corrections(
+    M: Smem, n: Int32, tile: Int32, lane: Int32, P: cutlass.Constexpr
+) -> tuple[Uint32, ...]:
     """The pending tokens' corrections of 16 rows as the A fragment of `fold_cell`."""
     pairs = cute.make_tensor(
-        M.old_corrections.iterator, cute.make_layout((2, P.rows // 2, P.tokens), stride=(1, 2, P.rows))
+        M.old_corrections.iterator,
+        cute.make_layout((2, P.rows // 2, P.tokens), stride=(1, 2, P.rows)),
     )
     token = chunked.first_token(lane, P)
     u = cute.make_rmem_tensor((2, 2), Float32)
     for side in range_constexpr(2):
-        cute.autovec_copy(pairs[None, 8 * tile + lane // 4, min(token + side, P.tokens - 1)], u[None, side])
+        cute.autovec_copy(
+            pairs[None, 8 * tile + lane // 4, min(token + side, P.tokens - 1)], u[None, side]
+        )
     fragment: tuple[Uint32, ...] = corrections_fragment(u, n, lane, P)
     return fragment
 
 
 @cute.jit
-def load_corrections(u: cute.Tensor, record: Record, warp: Int32, lane: Int32, P: cutlass.Constexpr) -> None:
+def load_corrections(
+    u: cute.Tensor, record: Record, warp: Int32, lane: Int32, P: cutlass.Constexpr
+) -> None:
     """What `corrections_fragment` takes, of a warp's 16 rows, from the record."""
     u.fill(Float32(0))
     if record.row >= 0:
@@ -244,11 +262,15 @@ def load_corrections(u: cute.Tensor, record: Record, warp: Int32, lane: Int32, P
         )
         token = chunked.first_token(lane, P)
         for side in range_constexpr(2):
-            cute.autovec_copy(pairs[None, 8 * warp + lane // 4, min(token + side, P.tokens - 1)], u[None, side])
+            cute.autovec_copy(
+                pairs[None, 8 * warp + lane // 4, min(token + side, P.tokens - 1)], u[None, side]
+            )
 
 
 @cute.jit
-def corrections_fragment(u: cute.Tensor, n: Int32, lane: Int32, P: cutlass.Constexpr) -> tuple[Uint32, ...]:
+def corrections_fragment(
+    u: cute.Tensor, n: Int32, lane: Int32, P: cutlass.Constexpr
+) -> tuple[Uint32, ...]:
     """The A fragment of `fold_cell`.
 
     u: (row, token) of the lane's two rows and its two tokens, `chunked.first_token` and the next
@@ -279,7 +301,8 @@ def advance_line(
     lane: Int32,
     P: cutlass.Constexpr,
 ) -> None:
-    """Fold a line of the warp's rows, for which each of its lanes has waited, add its products, store it if n > 0.
+    """Fold a line of the warp's rows, for which each of its lanes has waited, add its products,
+    store it if n > 0.
 
     slot    shared address of the line's LINE_BYTES
     state   address of the item's state
@@ -310,16 +333,21 @@ def advance_line(
         cells = slot + 512 * warp
         rows = state + Int64((16 * warp + lane // 8) * ROW_BYTES + line * 128 + lane % 8 * 16)
         target = cute.make_tensor(
-            cute.make_ptr(Float32, rows, GMEM, assumed_align=16), cute.make_layout((4, 4), stride=(1, 4 * HEAD_DIM))
+            cute.make_ptr(Float32, rows, GMEM, assumed_align=16),
+            cute.make_layout((4, 4), stride=(1, 4 * HEAD_DIM)),
         )
         for j in range_constexpr(4):
             four = cute.make_rmem_tensor(4, Float32)
-            cute.autovec_copy(_shared_cell(cells + (lane ^ (lane // 16 * 4)) * 16 + j * piece), four)
+            cute.autovec_copy(
+                _shared_cell(cells + (lane ^ (lane // 16 * 4)) * 16 + j * piece), four
+            )
             cute.copy(store_atom(P), four, target[None, j])
 
 
 def _shared_cell(address: Int32) -> cute.Tensor:
-    return cute.make_tensor(cute.make_ptr(Float32, address, SMEM, assumed_align=16), cute.make_layout(4))
+    return cute.make_tensor(
+        cute.make_ptr(Float32, address, SMEM, assumed_align=16), cute.make_layout(4)
+    )
 
 
 def words(x: cute.Tensor) -> cute.Tensor:
@@ -329,5 +357,9 @@ def words(x: cute.Tensor) -> cute.Tensor:
 
 def store_atom(P: Shape) -> Any:
     """Copies 16 bytes of a state to where it lies."""
-    mode = cute.nvgpu.StoreCacheMode.STREAMING if P.stream_stores else cute.nvgpu.StoreCacheMode.NONE
-    return cute.make_copy_atom(cute.nvgpu.CopyR2GOp(), Float32, num_bits_per_copy=128, store_cache_mode=mode)
+    mode = (
+        cute.nvgpu.StoreCacheMode.STREAMING if P.stream_stores else cute.nvgpu.StoreCacheMode.NONE
+    )
+    return cute.make_copy_atom(
+        cute.nvgpu.CopyR2GOp(), Float32, num_bits_per_copy=128, store_cache_mode=mode
+    )

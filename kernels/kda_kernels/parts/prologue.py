@@ -1,10 +1,11 @@
 """How a step's kernel begins: an item's operands on their way to shared memory, by cp.async.
 
-Serves KdaSplit in both forms, KdaFused, KdaWide, KdaStream. A CTA has `rows` state rows of an item, and as many
-channels of each of q, k, v, output gate and gate features: all 128, or in a cluster its share.
-Rows in shared memory are dense; 16-byte unit u of a swizzled row r lies at place u ^ (r % 8) of it. Of a kernel's areas
-the functions here and in `conv_window` fill or read
-  x            [history + tokens, 3, rows] bf16, q, k and v; behind the window's last entries, unless it is copied whole
+Serves KdaSplit in both forms, KdaFused, KdaWide, KdaStream. A CTA has `rows` state rows of an item,
+and as many channels of each of q, k, v, output gate and gate features: all 128, or in a cluster its
+share. Rows in shared memory are dense; 16-byte unit u of a swizzled row r lies at place u ^ (r % 8)
+of it. Of a kernel's areas the functions here and in `conv_window` fill or read
+  x            [history + tokens, 3, rows] bf16, q, k and v; behind the window's last entries,
+               unless it is copied whole
   window       [3, rows, entries] bf16, where it is copied whole; else the first entries of x
   f_a          [tokens, K] bf16, swizzled where tensor cores read it
   out_gate     [tokens, rows] bf16
@@ -37,7 +38,8 @@ SMEM = cutlass.AddressSpace.smem
 
 
 class Place(NamedTuple):
-    """Where a thread works: item and CTA of its cluster, and their first element in a head-major vector [D]."""
+    """Where a thread works: item and CTA of its cluster, and their first element in a head-major
+    vector [D]."""
 
     tid: Int32
     warp: Int32
@@ -50,12 +52,14 @@ class Place(NamedTuple):
 
 @cute.jit
 def place_anew(A: Arguments, P: cutlass.Constexpr) -> tuple[Place, Int32]:
-    """Where a thread of a cluster works, and its request, read again: kept from the start of the kernel they would take
-    registers that are needed elsewhere."""
+    """Where a thread of a cluster works, and its request, read again: kept from the start of the
+    kernel they would take registers that are needed elsewhere."""
     column, request = blocks.special("%ctaid.x"), blocks.special("%ctaid.y")
     tid = blocks.special("%tid.x")
     rank, head = column % P.split, column // P.split
-    at = Place(tid, tid // 32, tid % 32, rank, head, head * HEAD_DIM + rank * P.rows, A.heads * HEAD_DIM)
+    at = Place(
+        tid, tid // 32, tid % 32, rank, head, head * HEAD_DIM + rank * P.rows, A.heads * HEAD_DIM
+    )
     return at, request
 
 
@@ -98,12 +102,16 @@ def record_of(A: Arguments, row: Int32, head: Int32) -> Record:
 @cute.jit
 def state_of(A: Arguments, slot: Int32, head: Int32, P: cutlass.Constexpr) -> Int64:
     """Address of an item's state in a slot."""
-    return A.state + (Int64(slot) * A.state_stride + Int64(head) * (HEAD_DIM * HEAD_DIM)) * P.item_bytes
+    return (
+        A.state
+        + (Int64(slot) * A.state_stride + Int64(head) * (HEAD_DIM * HEAD_DIM)) * P.item_bytes
+    )
 
 
 @cute.jit
 def join_cluster(barriers: cute.Pointer, received: cutlass.Constexpr, tid: Int32) -> None:
-    """Prepare mbarriers for the bytes that all CTAs send to each, and say so; a wait for the others is to follow."""
+    """Prepare mbarriers for the bytes that all CTAs send to each, and say so; a wait for the others
+    is to follow."""
     if tid == 0:
         for i in range_constexpr(len(received)):
             arch.mbarrier_init(barriers + i, 1)
@@ -135,7 +143,8 @@ def meet(M: Smem, barrier: cutlass.Constexpr, P: cutlass.Constexpr) -> None:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows [outer, inner] of `units` 16-byte units each, to be copied to dense rows in shared memory.
+    """Rows [outer, inner] of `units` 16-byte units each, to be copied to dense rows in shared
+    memory.
 
     swizzled   as above
     wide       by cp.async; otherwise element by element, for rows at any even address
@@ -188,7 +197,12 @@ def copy_rows(
 
 @cute.jit
 def _unit_places(
-    base: Int32, address: Int64, unit: Int32, outer_bytes: Int64, inner_bytes: Int64, R: cutlass.Constexpr
+    base: Int32,
+    address: Int64,
+    unit: Int32,
+    outer_bytes: Int64,
+    inner_bytes: Int64,
+    R: cutlass.Constexpr,
 ) -> tuple[Int32, Int64]:
     """Shared and global address of a unit. Rows of one outer index lie within 2 GiB."""
     row, u = unit // R.units, unit % R.units
@@ -212,7 +226,8 @@ def copy_rows_anew(
     at: Place,
     P: cutlass.Constexpr,
 ) -> None:
-    """`copy_rows` with the addresses of each unit found anew: fewer registers, more instructions."""
+    """`copy_rows` with the addresses of each unit found anew: fewer registers, more
+    instructions."""
     total = R.outer * R.inner * R.units
     thread = (at.tid + (P.threads - R.first % P.threads)) % P.threads
     for i in range_constexpr(ceil_div(total, P.threads)):
@@ -226,10 +241,17 @@ def copy_rows_anew(
 
 @cute.jit
 def _copy_unit_anew(
-    shared: cute.Pointer, address: Int64, outer_bytes: Int64, inner_bytes: Int64, unit: Int32, R: cutlass.Constexpr
+    shared: cute.Pointer,
+    address: Int64,
+    outer_bytes: Int64,
+    inner_bytes: Int64,
+    unit: Int32,
+    R: cutlass.Constexpr,
 ) -> None:
     row, u = unit // R.units, unit % R.units
-    source = address + Int64(row // R.inner) * outer_bytes + Int64(row % R.inner) * inner_bytes + u * 16
+    source = (
+        address + Int64(row // R.inner) * outer_bytes + Int64(row % R.inner) * inner_bytes + u * 16
+    )
     place = unit
     if const_expr(R.swizzled):
         place = row * R.units + (u ^ (row % 8))
@@ -259,7 +281,8 @@ def load_taps(
     at: Place,
     P: cutlass.Constexpr,
 ) -> None:
-    """Convolution weight and bias of the CTA's channels to M.taps [3, 4, rows] and M.bias [3, rows], zero for none.
+    """Convolution weight and bias of the CTA's channels to M.taps [3, 4, rows] and M.bias [3,
+    rows], zero for none.
 
     copy        `copy_rows` or `copy_rows_anew`
     row_bytes   of a tap of D channels
@@ -315,7 +338,8 @@ def load_projection(
 
 @cute.jit
 def load_beta(M: Smem, f_a: Int64, row_bytes: Int64, at: Place, P: cutlass.Constexpr) -> None:
-    """Of all tokens, by the last threads. f_a: address of the first token's, behind which beta lies."""
+    """Of all tokens, by the last threads. f_a: address of the first token's, behind which beta
+    lies."""
     t = P.threads - 1 - at.tid
     if t < P.tokens:
         beta = f_a + 2 * HEAD_DIM + Int64(t) * row_bytes

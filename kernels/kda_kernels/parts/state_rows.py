@@ -1,8 +1,9 @@
 """A state advanced token by token by 256 threads: KdaWide and KdaStream, kinds decode and spec.
 
-A half-warp holds a row, a warp 16 rows, and a lane the same columns of every row that it has a part of: its cells of 16
-bytes, 64 c + 4 l .. +3 (fp32) or 8 l .. +7 (bf16), l the lane of its half-warp. A piece is two rows of each half-warp,
-together four neighbouring ones, row 2j + half. Cells wait in shared memory, [cell][thread], for their thread alone.
+A half-warp holds a row, a warp 16 rows, and a lane the same columns of every row that it has a part
+of: its cells of 16 bytes, 64 c + 4 l .. +3 (fp32) or 8 l .. +7 (bf16), l the lane of its half-warp.
+A piece is two rows of each half-warp, together four neighbouring ones, row 2j + half. Cells wait in
+shared memory, [cell][thread], for their thread alone.
 """
 
 from __future__ import annotations
@@ -33,8 +34,11 @@ def first_cell(piece: Int32, warp: Int32, lane: Int32, P: cutlass.Constexpr) -> 
 
 
 @cute.jit
-def ask_piece(cells: Int32, source: Int64, first: cutlass.Constexpr, policy: Int64, P: cutlass.Constexpr) -> None:
-    """This thread's cells of a piece by cp.async. first: of the thread's rows, from where cells and source begin."""
+def ask_piece(
+    cells: Int32, source: Int64, first: cutlass.Constexpr, policy: Int64, P: cutlass.Constexpr
+) -> None:
+    """This thread's cells of a piece by cp.async. first: of the thread's rows, from where cells and
+    source begin."""
     count = P.item_bytes // 2  # cells of a row
     for j in range_constexpr(first, first + PIECE_ROWS):
         for c in range_constexpr(count):
@@ -54,7 +58,9 @@ def take_row(cells: Int32, row: cutlass.Constexpr, P: cutlass.Constexpr) -> cute
     pieces = cute.make_tensor(raw.iterator, cute.make_layout((width, count), stride=(1, width)))
     for c in range_constexpr(count):
         cell = cells + (row * count + c) * (_THREADS * 16)
-        source = cute.make_tensor(cute.make_ptr(P.dtype, cell, SMEM, assumed_align=16), cute.make_layout(width))
+        source = cute.make_tensor(
+            cute.make_ptr(P.dtype, cell, SMEM, assumed_align=16), cute.make_layout(width)
+        )
         cute.autovec_copy(source, pieces[None, c])
     return raw
 
@@ -66,7 +72,9 @@ def store_row(raw: cute.Tensor, address: Int64, P: cutlass.Constexpr) -> None:
     mode = cute.nvgpu.StoreCacheMode.NONE
     if const_expr(P.hints):
         mode = cute.nvgpu.StoreCacheMode.STREAMING
-    atom = cute.make_copy_atom(cute.nvgpu.CopyR2GOp(), P.dtype, num_bits_per_copy=128, store_cache_mode=mode)
+    atom = cute.make_copy_atom(
+        cute.nvgpu.CopyR2GOp(), P.dtype, num_bits_per_copy=128, store_cache_mode=mode
+    )
     pieces = cute.make_tensor(raw.iterator, cute.make_layout((width, count), stride=(1, width)))
     target = cute.make_tensor(
         cute.make_ptr(P.dtype, address, GMEM, assumed_align=16),

@@ -1,15 +1,15 @@
-"""A persistent CTA of 256 threads, two per SM, that asks for its next item's operands during this one:
-KdaStream and KdaFusedWS.
+"""A persistent CTA of 256 threads, two per SM, that asks for its next item's operands during this
+one: KdaStream and KdaFusedWS.
 
-An item is a head of a request, and its numbers (cache slot, record row, ...) are what the request is
-looked up by. They come with the operands of the item before, a lane each, so that no item waits for
-its own. Gate weights stay in registers until the head changes, convolution weights there or in cells
-of shared memory that are private to a thread.
+An item is a head of a request, and its numbers (cache slot, record row, ...) are what the request
+is looked up by. They come with the operands of the item before, a lane each, so that no item waits
+for its own. Gate weights stay in registers until the head changes, convolution weights there or in
+cells of shared memory that are private to a thread.
 
 Words here: to *ask* for something starts its copy to shared memory by cp.async; to *load* it starts
-loads to registers, which are *settled* when they have come; to *take* it reads it from shared memory.
-A thread asks for its `place` anew now and then, most of all behind a barrier (`meet`), so that what
-depends on it isn't kept in registers for long.
+loads to registers, which are *settled* when they have come; to *take* it reads it from shared
+memory. A thread asks for its `place` anew now and then, most of all behind a barrier (`meet`), so
+that what depends on it isn't kept in registers for long.
 """
 
 # A condition known at compile time can't share an `if` with one of the running kernel.
@@ -59,8 +59,8 @@ def operand_areas(p: Any) -> dict[str, Area]:
 
 
 def taps_area(p: Any) -> Area:
-    """Convolution weights and bias of two channels of each thread that convolves, [tap or bias, thread,
-    channel].
+    """Convolution weights and bias of two channels of each thread that convolves, [tap or bias,
+    thread, channel].
     """
     return Area(p.conv_dtype, (2, _CONVOLVING_THREADS, CONV_WIDTH + 1))
 
@@ -123,7 +123,9 @@ def meet() -> Place:
 def after(A: Arguments, item: walk.Item) -> walk.Item:
     """The next item, found anew instead of kept."""
     head, request, first, size = item
-    later: walk.Item = walk.next_item(walk.Item(blocks.pinned(head), request, first, size), A.heads, A.requests)
+    later: walk.Item = walk.next_item(
+        walk.Item(blocks.pinned(head), request, first, size), A.heads, A.requests
+    )
     return later
 
 
@@ -137,7 +139,9 @@ def number_address(A: Arguments, request: Int32, number: Int32, P: cutlass.Const
         if number < P.numbers - 1:
             address += Int64(number) * 4
         else:
-            address = (A.accepted if const_expr(P.kind == "spec") else A.record_rows) + Int64(request) * 4
+            address = (A.accepted if const_expr(P.kind == "spec") else A.record_rows) + Int64(
+                request
+            ) * 4
     return address
 
 
@@ -148,7 +152,8 @@ def results_of(A: Arguments, item: walk.Item, P: cutlass.Constexpr) -> Int64:
 
 
 class Weights(NamedTuple):
-    """A thread's weights of a head, in registers: `gate_product.WEIGHTS`; (channel of two, tap or bias)."""
+    """A thread's weights of a head, in registers: `gate_product.WEIGHTS`; (channel of two, tap or
+    bias)."""
 
     gate: cute.Tensor
     taps: cute.Tensor
@@ -160,18 +165,22 @@ def weight_registers(P: Any) -> Weights:
 
 
 @cute.jit
-def load_weights(A: Arguments, weights: Weights, head: Int32, zero: Int32, at: Place, P: cutlass.Constexpr) -> None:
-    """A head's gate weights; unless `taps_shared`, convolution weight and bias of two channels. To be
-    completed by `settle_weights`. zero: as in `gate_product.load_lines`.
+def load_weights(
+    A: Arguments, weights: Weights, head: Int32, zero: Int32, at: Place, P: cutlass.Constexpr
+) -> None:
+    """A head's gate weights; unless `taps_shared`, convolution weight and bias of two channels. To
+    be completed by `settle_weights`. zero: as in `gate_product.load_lines`.
     """
     features = A.f_b + Int64(head) * (HEAD_DIM * gate_product.ROW_BYTES)
     gate_product.load_lines(weights.gate, features, zero, at.warp, at.lane)
     if const_expr(not P.taps_shared):
         if at.warp < chunked.CONVOLVING_WARPS:
             for tap in range_constexpr(CONV_WIDTH):
-                _load_pair(weights.taps, tap, A.conv_weight, _pair_place(A, CONV_WIDTH, tap, head, at), P)
-            # No bias: something else, so that this load, too, can have its address where it puts what it
-            # loads.
+                _load_pair(
+                    weights.taps, tap, A.conv_weight, _pair_place(A, CONV_WIDTH, tap, head, at), P
+                )
+            # No bias: something else, so that this load, too, can have its address where it puts
+            # what it loads.
             bias = A.conv_weight
             if A.conv_bias != Int64(0):
                 bias = A.conv_bias
@@ -188,11 +197,13 @@ def settle_weights(A: Arguments, weights: Weights, at: Place, P: cutlass.Constex
 
 
 @cute.jit
-def refresh_weights(A: Arguments, weights: Weights, turn: Turn, at: Place, P: cutlass.Constexpr) -> None:
+def refresh_weights(
+    A: Arguments, weights: Weights, turn: Turn, at: Place, P: cutlass.Constexpr
+) -> None:
     """Load the weights of the next item's head, if there is one and it is another.
 
-    It stands where threads wait for the state anyway: with copies in flight the loads leave their queue
-    slowly.
+    It stands where threads wait for the state anyway: with copies in flight the loads leave their
+    queue slowly.
     """
     head = after(A, turn.item).head
     if turn.left > 0 and head != turn.item.head:
@@ -200,14 +211,18 @@ def refresh_weights(A: Arguments, weights: Weights, turn: Turn, at: Place, P: cu
 
 
 @cute.jit
-def _load_pair(taps: cute.Tensor, tap: cutlass.Constexpr, base: Int64, place: Int64, P: cutlass.Constexpr) -> None:
+def _load_pair(
+    taps: cute.Tensor, tap: cutlass.Constexpr, base: Int64, place: Int64, P: cutlass.Constexpr
+) -> None:
     address = base + place * P.weight_bytes
     source = cute.make_ptr(P.conv_dtype, address, GMEM, assumed_align=2 * P.weight_bytes)
     cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), taps[None, tap])
 
 
 @cute.jit
-def _pair_place(A: Arguments, rows: cutlass.Constexpr, row: cutlass.Constexpr, head: Int32, at: Place) -> Int64:
+def _pair_place(
+    A: Arguments, rows: cutlass.Constexpr, row: cutlass.Constexpr, head: Int32, at: Place
+) -> Int64:
     """Element of this thread's two channels in weights [3, rows, D]."""
     part, pair = at.tid // (HEAD_DIM // 2), at.tid % (HEAD_DIM // 2)
     return (Int64(part * rows + row) * A.heads + head) * HEAD_DIM + 2 * pair
@@ -217,7 +232,9 @@ def _pair_place(A: Arguments, rows: cutlass.Constexpr, row: cutlass.Constexpr, h
 def ask_constants(A: Arguments, M: Smem, at: Place, P: cutlass.Constexpr) -> None:
     """What is the same for all items."""
     if at.warp == 0:
-        blocks.copy_async(M.norm_weight.iterator.toint() + at.lane * 16, A.norm_weight + at.lane * 16, 16)
+        blocks.copy_async(
+            M.norm_weight.iterator.toint() + at.lane * 16, A.norm_weight + at.lane * 16, 16
+        )
     if const_expr(P.taps_shared):
         if at.warp < chunked.CONVOLVING_WARPS and A.conv_bias == Int64(0):
             M.taps[None, at.tid, CONV_WIDTH].fill(P.conv_dtype(0))
@@ -233,8 +250,8 @@ def ask_parameters(
     at: Place,
     P: cutlass.Constexpr,
 ) -> None:
-    """Parameters of the gate and, of a new head, of the convolution; the numbers of the item after, if
-    there are `more`.
+    """Parameters of the gate and, of a new head, of the convolution; the numbers of the item after,
+    if there are `more`.
     """
     if at.warp == chunked.WARPS - 1:
         source = A.dt_bias + Int64(item.head) * (4 * HEAD_DIM) + at.lane * 16
@@ -249,7 +266,9 @@ def ask_parameters(
             size = 2 * P.weight_bytes
             cell = M.taps.iterator.toint() + at.tid * size
             for tap in range_constexpr(CONV_WIDTH):
-                source = A.conv_weight + _pair_place(A, CONV_WIDTH, tap, item.head, at) * P.weight_bytes
+                source = (
+                    A.conv_weight + _pair_place(A, CONV_WIDTH, tap, item.head, at) * P.weight_bytes
+                )
                 blocks.copy_async(cell + tap * (_CONVOLVING_THREADS * size), source, size)
             if A.conv_bias != Int64(0):
                 source = A.conv_bias + _pair_place(A, 1, 0, item.head, at) * P.weight_bytes
@@ -279,7 +298,9 @@ def ask_projection(A: Arguments, M: Smem, item: walk.Item, at: Place, P: cutlass
 
 
 @cute.jit
-def ask_window(A: Arguments, M: Smem, window: Window, head: Int32, at: Place, P: cutlass.Constexpr) -> None:
+def ask_window(
+    A: Arguments, M: Smem, window: Window, head: Int32, at: Place, P: cutlass.Constexpr
+) -> None:
     if const_expr(P.layout == "rows"):
         _ask_dim_first(A, M, window, head, at)
     else:
@@ -294,7 +315,9 @@ def _ask_dim_first(A: Arguments, M: Smem, window: Window, head: Int32, at: Place
         target = M.window.iterator.toint() + at.tid * 16
         source = window.page + Int64(head) * part_bytes + at.tid * 16
         for part in range_constexpr(3):
-            blocks.copy_async(target + part * part_bytes, source + Int64(part * A.heads) * part_bytes, 16)
+            blocks.copy_async(
+                target + part * part_bytes, source + Int64(part * A.heads) * part_bytes, 16
+            )
 
 
 @cute.jit
@@ -318,18 +341,24 @@ def _ask_window_major(A: Arguments, M: Smem, window: Window, head: Int32, at: Pl
 
 
 @cute.jit
-def store_window_major(A: Arguments, M: Smem, window: Window, head: Int32, at: Place, P: cutlass.Constexpr) -> None:
+def store_window_major(
+    A: Arguments, M: Smem, window: Window, head: Int32, at: Place, P: cutlass.Constexpr
+) -> None:
     """The two inputs before this step's, then these, as the first tokens + 2 entries."""
     rows, at_once = 3 * (P.tokens + 2), THREADS // _ROW_LANES
     source = M.x.iterator.toint() + 6 * HEAD_DIM + at.tid * 16
     for i in range_constexpr(ceil_div(rows, at_once)):
         row = at.tid // _ROW_LANES + i * at_once
         if row < rows:
-            blocks.copy_out(source + i * (THREADS * 16), _window_major_unit(A, window, row, Int32(0), head, at))
+            blocks.copy_out(
+                source + i * (THREADS * 16), _window_major_unit(A, window, row, Int32(0), head, at)
+            )
 
 
 @cute.jit
-def _window_major_unit(A: Arguments, window: Window, row: Int32, first: Int32, head: Int32, at: Place) -> Int64:
+def _window_major_unit(
+    A: Arguments, window: Window, row: Int32, first: Int32, head: Int32, at: Place
+) -> Int64:
     """Address of 16 bytes of a row [entry from `first`, part] of a window."""
     entry, part = row // 3, row % 3
     channel = (part * A.heads + head) * HEAD_DIM + at.tid % _ROW_LANES * UNIT
@@ -368,5 +397,7 @@ def finish(
     arch.cp_async_wait_group(P.lines)
     at = meet()
     results = results_of(A, item, P)
-    chunked.store_outputs(o, factors, M.squares, A.eps, results, A.heads * HEAD_DIM, at.warp, at.lane, P)
+    chunked.store_outputs(
+        o, factors, M.squares, A.eps, results, A.heads * HEAD_DIM, at.warp, at.lane, P
+    )
     return at

@@ -1,6 +1,8 @@
-"""The prologue of a CTA of at least 256 threads that has all 128 rows of an item: KdaWide, KdaFused with source=shared.
+"""The prologue of a CTA of at least 256 threads that has all 128 rows of an item: KdaWide, KdaFused
+with source=shared.
 
-The grid is heads x requests. Gate and convolution weights go to registers, all else to shared memory by cp.async.
+The grid is heads x requests. Gate and convolution weights go to registers, all else to shared
+memory by cp.async.
 """
 
 from __future__ import annotations
@@ -32,17 +34,24 @@ def load_vectors(A: Arguments, M: Smem, at: Place, P: cutlass.Constexpr) -> None
     """The head's vectors of FP32, by cp.async."""
     quads = HEAD_DIM // 4
     if at.tid < quads:
-        blocks.copy_async(M.dt_bias.iterator.toint() + at.tid * 16, A.dt_bias + Int64(at.channel + 4 * at.tid) * 4, 16)
+        blocks.copy_async(
+            M.dt_bias.iterator.toint() + at.tid * 16,
+            A.dt_bias + Int64(at.channel + 4 * at.tid) * 4,
+            16,
+        )
     if at.tid >= P.threads - quads:
         unit = at.tid - (P.threads - quads)
-        blocks.copy_async(M.norm_weight.iterator.toint() + unit * 16, A.norm_weight + Int64(unit) * 16, 16)
+        blocks.copy_async(
+            M.norm_weight.iterator.toint() + unit * 16, A.norm_weight + Int64(unit) * 16, 16
+        )
     if at.tid == quads:
         blocks.copy_async(M.A_log.iterator.toint(), A.A_log + Int64(at.head) * 4, 4)
 
 
 @cute.jit
 def load_projection(A: Arguments, M: Smem, request: Int32, at: Place, P: cutlass.Constexpr) -> None:
-    """The item's rows of q, k, v, output gate and f_a of all tokens; beta. A half-warp takes every third row of one."""
+    """The item's rows of q, k, v, output gate and f_a of all tokens; beta. A half-warp takes every
+    third row of one."""
     lanes, parts, step = HEAD_DIM // UNIT, 5, 3
     token_bytes = 2 * HEAD_DIM
     row_bytes = A.pitch * 2
@@ -67,7 +76,9 @@ def load_projection(A: Arguments, M: Smem, request: Int32, at: Place, P: cutlass
 
 
 @cute.jit
-def load_taps(A: Arguments, taps: cute.Tensor, bias: cute.Tensor, at: Place, P: cutlass.Constexpr) -> None:
+def load_taps(
+    A: Arguments, taps: cute.Tensor, bias: cute.Tensor, at: Place, P: cutlass.Constexpr
+) -> None:
     """Convolution weight and bias of this thread's two channels, to registers."""
     bias.fill(P.conv_dtype(0))
     if at.warp < chunked.CONVOLVING_WARPS:
@@ -75,11 +86,15 @@ def load_taps(A: Arguments, taps: cute.Tensor, bias: cute.Tensor, at: Place, P: 
         size = P.weight_bytes
         for tap in range_constexpr(CONV_WIDTH):
             element = Int64(part * CONV_WIDTH + tap) * at.D + (at.channel + 2 * pair)
-            source = cute.make_ptr(P.conv_dtype, A.conv_weight + element * size, GMEM, assumed_align=2 * size)
+            source = cute.make_ptr(
+                P.conv_dtype, A.conv_weight + element * size, GMEM, assumed_align=2 * size
+            )
             cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), taps[None, tap])
         if A.conv_bias != Int64(0):
             element = Int64(part) * at.D + (at.channel + 2 * pair)
-            source = cute.make_ptr(P.conv_dtype, A.conv_bias + element * size, GMEM, assumed_align=2 * size)
+            source = cute.make_ptr(
+                P.conv_dtype, A.conv_bias + element * size, GMEM, assumed_align=2 * size
+            )
             cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), bias)
     # Keeps these loads in front of the state's copies: behind them, they would come late.
     arch.sync_warp()

@@ -1,4 +1,5 @@
-"""Commits as a serving engine makes them: all layers in one launch, or one layer's flush before a step."""
+"""Commits as a serving engine makes them: all layers in one launch, or one layer's flush before a
+step."""
 
 from __future__ import annotations
 
@@ -21,13 +22,14 @@ _FORMS: tuple[tuple[int | None, dict[str, Any]], ...] = (
     (4400, {"source": "bulk", "rows_per_cta": 128, "columns": 4, "heads_per_cta": 1}),
     (None, {"source": "ring", "heads_per_cta": 1}),
 )
-"""Pages (layers * heads * requests) up to which a form of KdaCommit is taken. From results/nvidia-h200/commit.jsonl,
-BF16: registers win by 9 % and more up to 192 pages, bulk from 828 to 3072 (by 1 %), the ring from 6144 on; between two
-measured counts their geometric mean."""
+"""Pages (layers * heads * requests) up to which a form of KdaCommit is taken. From
+results/nvidia-h200/commit.jsonl, BF16: registers win by 9 % and more up to 192 pages, bulk from 828
+to 3072 (by 1 %), the ring from 6144 on; between two measured counts their geometric mean."""
 
 
 class CommitContext:
-    """The commits of all layers, one launch each. Convolution windows are rolled apart, by `stock.roll_window`.
+    """The commits of all layers, one launch each. Convolution windows are rolled apart, by
+    `stock.roll_window`.
 
     The caches' tensors are found by address: they must stay where they are.
     align   commits store block boundaries too
@@ -35,16 +37,27 @@ class CommitContext:
     """
 
     def __init__(
-        self, weights: Sequence[LayerWeights], caches: Sequence[Caches], gpu: Gpu | None = None, align: bool = False
+        self,
+        weights: Sequence[LayerWeights],
+        caches: Sequence[Caches],
+        gpu: Gpu | None = None,
+        align: bool = False,
     ) -> None:
         live = gpu is None
         gpu = gpu or current_gpu()
         if not caches or len(weights) != len(caches):
-            raise ValueError(f"{len(weights)} weights and {len(caches)} caches: one of each per layer")
+            raise ValueError(
+                f"{len(weights)} weights and {len(caches)} caches: one of each per layer"
+            )
         bound = weights[0].lower_bound
         if bound is None or any(w.lower_bound != bound for w in weights):
-            raise ValueError(f"lower_bound: {[w.lower_bound for w in weights]} must be one number, the gate bounded")
-        per_layer = [tuple(getattr(c, name) for c in caches) for name in ("state", "corrections", "key_gates")]
+            raise ValueError(
+                f"lower_bound: {[w.lower_bound for w in weights]} must be one number, the gate bounded"
+            )
+        per_layer = [
+            tuple(getattr(c, name) for c in caches)
+            for name in ("state", "corrections", "key_gates")
+        ]
         for tensors in per_layer:
             if any(t is None for t in tensors):
                 raise ValueError("caches: a layer keeps no records")
@@ -64,16 +77,22 @@ class CommitContext:
         )  # fmt: skip
         self.process_weights_after_loading()
         dtype = STATE_DTYPE[states[0].dtype]
-        problem = Problem("commit", 1, heads, corrections[0].shape[2], len(states), state_dtype=dtype)
+        problem = Problem(
+            "commit", 1, heads, corrections[0].shape[2], len(states), state_dtype=dtype
+        )
         self._forms = [(most, *_form(problem, form, align, gpu)) for most, form in _FORMS]
         if live and device.type == "cuda":
             for _, module, compiled in self._forms:
-                module.launch(compiled, self._operands, torch.cuda.current_stream(device).cuda_stream)
+                module.launch(
+                    compiled, self._operands, torch.cuda.current_stream(device).cuda_stream
+                )
 
     def process_weights_after_loading(self) -> None:
         """Gather the layers' gate weights again, in place."""
         with torch.no_grad():
-            for w, A_log, dt_bias in zip(self.weights, self._operands.A_log, self._operands.dt_bias, strict=True):
+            for w, A_log, dt_bias in zip(
+                self.weights, self._operands.A_log, self._operands.dt_bias, strict=True
+            ):
                 A_log.copy_(w.A_log.view_as(A_log))
                 dt_bias.copy_(w.dt_bias.view_as(dt_bias))
 
@@ -87,17 +106,25 @@ class CommitContext:
         boundary_slot: Tensor | None = None,
         stream: Any = None,
     ) -> None:
-        """Fold `length` recorded tokens of each request into every layer's state. All `[R]` int32, contiguous.
+        """Fold `length` recorded tokens of each request into every layer's state. All `[R]` int32,
+        contiguous.
 
-        Compiles and allocates nothing. Raises ValueError for operands that don't fit; boundaries must be given if the
-        context was made with `align`, and only then.
+        Compiles and allocates nothing. Raises ValueError for operands that don't fit; boundaries
+        must be given if the context was made with `align`, and only then.
         """
         operands = replace(
             self._operands, source=source, length=length, destination=destination, record_rows=record_rows,
             boundary_length=boundary_length, boundary_slot=boundary_slot,
         )  # fmt: skip
         requests, device = source.shape[0], self._operands.A_log.device
-        for name in ("source", "length", "destination", "record_rows", "boundary_length", "boundary_slot"):
+        for name in (
+            "source",
+            "length",
+            "destination",
+            "record_rows",
+            "boundary_length",
+            "boundary_slot",
+        ):
             tensor, before = getattr(operands, name), getattr(self._operands, name)
             if (tensor is None) is not (before is None):
                 raise ValueError(
@@ -106,7 +133,9 @@ class CommitContext:
             if tensor is not None:
                 check_tensor(name, tensor, (requests,), (torch.int32,), device)
         pages = len(operands.states) * operands.A_log.shape[1] * requests
-        _, module, compiled = next(form for form in self._forms if form[0] is None or pages <= form[0])
+        _, module, compiled = next(
+            form for form in self._forms if form[0] is None or pages <= form[0]
+        )
         if requests:
             module.launch(compiled, operands, stream_handle(stream, device))
 
@@ -122,10 +151,11 @@ def _form(problem: Problem, form: dict[str, Any], align: bool, gpu: Gpu) -> tupl
 
 
 class Flush:
-    """Folds what is pending of one layer, before a step that doesn't replay: states by KdaCommit, windows by stock.
+    """Folds what is pending of one layer, before a step that doesn't replay: states by KdaCommit,
+    windows by stock.
 
-    `pending` itself stays as it is, for the other layers: `stock.defer` overwrites it after the step, with zeros after
-    a decode. The caches are found by address: they must stay where they are.
+    `pending` itself stays as it is, for the other layers: `stock.defer` overwrites it after the
+    step, with zeros after a decode. The caches are found by address: they must stay where they are.
     """
 
     def __init__(self, weights: LayerWeights, caches: Caches, requests: int, gpu: Gpu) -> None:
@@ -134,7 +164,9 @@ class Flush:
         assert weights.lower_bound is not None
         self._state, device = caches.state, caches.state.device
         heads, self._tokens = caches.state.shape[1], caches.corrections.shape[2]
-        self._source, self._length, self._destination = torch.zeros(3, requests, dtype=torch.int32, device=device)
+        self._source, self._length, self._destination = torch.zeros(
+            3, requests, dtype=torch.int32, device=device
+        )
         states, corrections, key_gates = (caches.state,), (caches.corrections,), (caches.key_gates,)
         rows = torch.full((requests,), -1, dtype=torch.int32, device=device)
         self._operands = CommitOperands(
@@ -155,12 +187,24 @@ class Flush:
         Raises ValueError for caches other than the layer was prepared with.
         """
         if caches.pending is None:
-            raise ValueError("caches: pending is missing; the layer was prepared to defer its commits")
+            raise ValueError(
+                "caches: pending is missing; the layer was prepared to defer its commits"
+            )
         if caches.state.data_ptr() != self._state.data_ptr():
             raise ValueError("caches: the states are not those that the layer was prepared with")
         with on_stream(stream, caches.state.device):
             stock.flush_plan(
-                caches.pending, record_rows, slots, self._source, self._length, self._destination, self._tokens
+                caches.pending,
+                record_rows,
+                slots,
+                self._source,
+                self._length,
+                self._destination,
+                self._tokens,
             )
-            self._module.launch(self._compiled, replace(self._operands, record_rows=record_rows), stream)
-            stock.roll_window(self._windows, self._window_table, self._source, self._length, self._destination)
+            self._module.launch(
+                self._compiled, replace(self._operands, record_rows=record_rows), stream
+            )
+            stock.roll_window(
+                self._windows, self._window_table, self._source, self._length, self._destination
+            )

@@ -40,13 +40,14 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class Caches:
-    """A layer's caches, `StepOperands` says their shapes. Meta tensors will do to see what `prepare` would choose.
+    """A layer's caches, `StepOperands` says their shapes. Meta tensors will do to see what
+    `prepare` would choose.
 
     corrections, key_gates, record_rows   all or none: with them verifies are of kind record
     record_rows   [>= R] int32: entry b is the record row of the step's request b
-    pending       [>= rows] int32: tokens of each record row's last window that are accepted but not folded in yet; the
-                  same tensor in all layers. With it commits are deferred: an FP32 state, records and a bounded gate
-                  are needed
+    pending       [>= rows] int32: tokens of each record row's last window that are accepted but not
+                  folded in yet; the same tensor in all layers. With it commits are deferred: an
+                  FP32 state, records and a bounded gate are needed
     """
 
     state: Tensor
@@ -58,7 +59,11 @@ class Caches:
 
 
 def check_own(
-    name: str, tensor: Tensor, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...], dense_from: int = 0
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int | None, ...],
+    dtypes: tuple[torch.dtype, ...],
+    dense_from: int = 0,
 ) -> None:
     """`check_tensor` on whatever device the tensor is."""
     check_tensor(name, tensor, shape, dtypes, tensor.device, dense_from)

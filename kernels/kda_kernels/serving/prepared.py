@@ -1,10 +1,10 @@
 """What a serving engine calls for a layer's steps, chosen and compiled ahead of time.
 
-A key names a step's shape: `requests` for a decode, `(requests, tokens)` for a verify of 2..8 tokens, kind record where
-the layer keeps records, else spec. `PreparedKda.prepare` chooses and compiles per key; `PreparedKda.run` only looks its
-key up and launches. Where commits are deferred (`Caches.pending`), a verify replays what is pending or flushes first,
-as the policy says, and a decode flushes.
-Source: docs/kernels.md, "The dispatcher".
+A key names a step's shape: `requests` for a decode, `(requests, tokens)` for a verify of 2..8
+tokens, kind record where the layer keeps records, else spec. `PreparedKda.prepare` chooses and
+compiles per key; `PreparedKda.run` only looks its key up and launches. Where commits are deferred
+(`Caches.pending`), a verify replays what is pending or flushes first, as the policy says, and a
+decode flushes. Source: docs/kernels.md, "The dispatcher".
 """
 
 from __future__ import annotations
@@ -35,8 +35,12 @@ _LONGEST_WINDOW = 16  # entries that variants copy whole
 class Policy(Protocol):
     """What is asked of a module of `kda_kernels.policies`; docs/policy.md."""
 
-    def ranked(self, heads: int, requests: int, tokens: int, kind: str, *, streamable: bool = ...) -> Any: ...
-    def explain(self, heads: int, requests: int, tokens: int, kind: str, *, streamable: bool = ...) -> Any: ...
+    def ranked(
+        self, heads: int, requests: int, tokens: int, kind: str, *, streamable: bool = ...
+    ) -> Any: ...
+    def explain(
+        self, heads: int, requests: int, tokens: int, kind: str, *, streamable: bool = ...
+    ) -> Any: ...
 
 
 class Choice(NamedTuple):
@@ -46,7 +50,8 @@ class Choice(NamedTuple):
 
 
 class DefaultPolicy:
-    """For devices without a policy: what has schedules, with its default one, and else the last resort."""
+    """For devices without a policy: what has schedules, with its default one, and else the last
+    resort."""
 
     rule, note = "default", "no policy was measured on this device"
 
@@ -90,7 +95,8 @@ _warned: set[tuple[str, Gpu]] = set()
 
 
 def find_policy(gpu: Gpu, device_name: str) -> Policy:
-    """The policy measured on this device, else `DefaultPolicy`, with one warning per device and process."""
+    """The policy measured on this device, else `DefaultPolicy`, with one warning per device and
+    process."""
     capability = divmod(int(gpu.arch[3:-1]), 10)
     for found in pkgutil.iter_modules(policies.__path__):
         module: Any = import_module(f"{policies.__name__}.{found.name}")
@@ -100,21 +106,27 @@ def find_policy(gpu: Gpu, device_name: str) -> Policy:
         _warned.add((device_name, gpu))
         where = f"{device_name or 'an unnamed device'} ({gpu.arch}, {gpu.sms} SMs)"
         scheduled = variants.of_rule("schedule")
-        warnings.warn(f"no policy for {where}: {scheduled}'s default schedule serves all steps", stacklevel=3)
+        warnings.warn(
+            f"no policy for {where}: {scheduled}'s default schedule serves all steps", stacklevel=3
+        )
     return DefaultPolicy()
 
 
 class PreparedKda:
     """The steps of one KDA layer.
 
-    table   key -> (row pitch of the projection, gate mode); `(requests, 1)` is the decode key `requests`. The gate mode
-            overrides that of the policy's options; None leaves it to them
-    Launches of one key share its slot table and, with stock, scratch: they must be ordered, as those of a stream are.
-    Raises ValueError, naming what is wrong, for weights and keys that don't fit.
+    table   key -> (row pitch of the projection, gate mode); `(requests, 1)` is the decode key
+            `requests`. The gate mode overrides that of the policy's options; None leaves it to them
+    Launches of one key share its slot table and, with stock, scratch: they must be ordered, as
+    those of a stream are. Raises ValueError, naming what is wrong, for weights and keys that don't
+    fit.
     """
 
     def __init__(
-        self, weights: LayerWeights, table: Mapping[Key, tuple[int, int | None]], conv_layout: ConvLayout = "dim-first"
+        self,
+        weights: LayerWeights,
+        table: Mapping[Key, tuple[int, int | None]],
+        conv_layout: ConvLayout = "dim-first",
     ) -> None:
         self.weights, self.conv_layout = weights, conv_layout
         self.heads = heads = weights.A_log.numel()
@@ -130,31 +142,44 @@ class PreparedKda:
             key = given[0] if isinstance(given, tuple) and given[1] == 1 else given
             problem = _problem(key, "spec", heads, "fp32", conv_layout, weights.lower_bound)
             if pitch < problem.used_columns:
-                raise ValueError(f"key {given}: row pitch {pitch} is below the {problem.used_columns} columns used")
+                raise ValueError(
+                    f"key {given}: row pitch {pitch} is below the {problem.used_columns} columns used"
+                )
             if self.table.setdefault(key, (pitch, gate_mode)) != (pitch, gate_mode):
-                raise ValueError(f"key {given}: given twice, as {self.table[key]} and {(pitch, gate_mode)}")
+                raise ValueError(
+                    f"key {given}: given twice, as {self.table[key]} and {(pitch, gate_mode)}"
+                )
         dtype = torch.bfloat16 if all(t.dtype == torch.bfloat16 for t in own) else torch.float32
         device = weights.conv_weight.device
         self._conv_weight = torch.empty(3, CONV_WIDTH, D, dtype=dtype, device=device)
-        self._conv_bias = None if weights.conv_bias is None else torch.empty(3 * D, dtype=dtype, device=device)
+        self._conv_bias = (
+            None if weights.conv_bias is None else torch.empty(3 * D, dtype=dtype, device=device)
+        )
         self._norm_weight = torch.empty(HEAD_DIM, dtype=torch.float32, device=device)
         self._steps: dict[Key, _Step] = {}
         self.process_weights_after_loading()
 
     def process_weights_after_loading(self) -> None:
-        """Derive what the kernels read from the layer's weights again, in place: captured graphs stay valid."""
+        """Derive what the kernels read from the layer's weights again, in place: captured graphs
+        stay valid."""
         with torch.no_grad():
-            self._conv_weight.copy_(self.weights.conv_weight.view(3, -1, CONV_WIDTH).transpose(1, 2))
+            self._conv_weight.copy_(
+                self.weights.conv_weight.view(3, -1, CONV_WIDTH).transpose(1, 2)
+            )
             self._norm_weight.copy_(self.weights.norm_weight)
             if self._conv_bias is not None and self.weights.conv_bias is not None:
                 self._conv_bias.copy_(self.weights.conv_bias)
 
-    def prepare(self, caches: Caches, gpu: Gpu | None = None, policy: Policy | None = None) -> tuple[Row, ...]:
-        """Choose and compile for every key, from shapes alone; on a GPU also load, by a launch that changes nothing.
+    def prepare(
+        self, caches: Caches, gpu: Gpu | None = None, policy: Policy | None = None
+    ) -> tuple[Row, ...]:
+        """Choose and compile for every key, from shapes alone; on a GPU also load, by a launch that
+        changes nothing.
 
-        gpu      None: the current device; else nothing is loaded, and without a `policy` `DefaultPolicy` holds
-        policy   None: the one that was measured on this device, or `DefaultPolicy`
-        Graphs captured before hold the old slot tables: capture them again. Raises ValueError for caches that no
+        gpu      None: the current device; else nothing is loaded, and without a `policy`
+                 `DefaultPolicy` holds
+        policy   None: the one that was measured on this device, or `DefaultPolicy` Graphs captured
+        before hold the old slot tables: capture them again. Raises ValueError for caches that no
         variant takes.
         """
         live = gpu is None
@@ -180,10 +205,12 @@ class PreparedKda:
         deferred: bool | None = None,
         stream: Any = None,
     ) -> None:
-        """Enqueue one step on a stream (handle or torch's; None: the current one). Compiles and allocates nothing.
+        """Enqueue one step on a stream (handle or torch's; None: the current one). Compiles and
+        allocates nothing.
 
         projected  [R * tokens, pitch]   bf16   of the key's row pitch
-        slots      [R] int32; spec: [R, tokens]. A slice of a larger table is copied to the key's own first
+        slots      [R] int32; spec: [R, tokens]. A slice of a larger table is copied to the key's
+                   own first
         accepted   [R] int32, spec only
         deferred   False: nothing is pending of these requests, so that a key that flushes need not
         Raises KeyError for a key that wasn't prepared, ValueError for operands that don't fit it.
@@ -192,22 +219,38 @@ class PreparedKda:
         key: Key = requests if tokens == 1 else (requests, tokens)
         step = self._steps.get(key)
         if step is None:
-            raise KeyError(f"key {key} was not prepared; prepared: {', '.join(map(str, self._steps)) or 'none'}")
+            raise KeyError(
+                f"key {key} was not prepared; prepared: {', '.join(map(str, self._steps)) or 'none'}"
+            )
         if projected.stride(0) != step.pitch:
-            raise ValueError(f"projected: row pitch {projected.stride(0)} is not the {step.pitch} of key {key}")
+            raise ValueError(
+                f"projected: row pitch {projected.stride(0)} is not the {step.pitch} of key {key}"
+            )
         columns = 4 * self.heads * HEAD_DIM + HEAD_DIM + self.heads
         if projected.ndim != 2 or projected.shape[0] != step.rows or projected.shape[1] < columns:
-            raise ValueError(f"projected: {tuple(projected.shape)} is not [{step.rows}, >= {columns}] of key {key}")
+            raise ValueError(
+                f"projected: {tuple(projected.shape)} is not [{step.rows}, >= {columns}] of key {key}"
+            )
         check_own("out", out, (step.rows, self.heads * HEAD_DIM), (torch.bfloat16,))
         if slots.dtype != torch.int32 or slots.numel() != step.slots.numel():
-            raise ValueError(f"slots: {slots.dtype} {tuple(slots.shape)} is not int32 {tuple(step.slots.shape)}")
+            raise ValueError(
+                f"slots: {slots.dtype} {tuple(slots.shape)} is not int32 {tuple(step.slots.shape)}"
+            )
         if slots.device != step.slots.device:
-            raise ValueError(f"slots: on {slots.device}, but key {key} was prepared on {step.slots.device}")
+            raise ValueError(
+                f"slots: on {slots.device}, but key {key} was prepared on {step.slots.device}"
+            )
         if (accepted is None) is (step.kind == "spec"):
-            raise ValueError(f"accepted: {'missing' if accepted is None else 'given'} for key {key}, kind {step.kind}")
+            raise ValueError(
+                f"accepted: {'missing' if accepted is None else 'given'} for key {key}, kind {step.kind}"
+            )
         if accepted is not None:
             check_own("accepted", accepted, (requests,), (torch.int32,))
-        stream, slots, compiled = stream_handle(stream, projected.device), slots.view(step.slots.shape), step.compiled
+        stream, slots, compiled = (
+            stream_handle(stream, projected.device),
+            slots.view(step.slots.shape),
+            step.compiled,
+        )
         if not slots.is_contiguous():
             with on_stream(stream if slots.is_cuda else None, slots.device):
                 step.slots.copy_(slots)
@@ -216,17 +259,27 @@ class PreparedKda:
             assert caches.record_rows is not None
             step.flush.launch(caches, slots, caches.record_rows[:requests], stream)
             compiled = step.unchained
-        step.module.launch(compiled, self._operands(step, projected, out, caches, slots, accepted), stream)
+        step.module.launch(
+            compiled, self._operands(step, projected, out, caches, slots, accepted), stream
+        )
 
     def _operands(
-        self, step: _Step, projected: Tensor, out: Tensor, caches: Caches, slots: Tensor, accepted: Tensor | None
+        self,
+        step: _Step,
+        projected: Tensor,
+        out: Tensor,
+        caches: Caches,
+        slots: Tensor,
+        accepted: Tensor | None,
     ) -> StepOperands:
         w, record = self.weights, step.kind in ("record", "replay")
         rows = caches.record_rows
         if record and (rows is None or caches.corrections is None or caches.key_gates is None):
             raise ValueError(f"caches: key {step.row.key} was prepared with records")
         if step.kind == "replay" and caches.pending is None:
-            raise ValueError(f"caches: pending is missing; key {step.row.key} was prepared to replay it")
+            raise ValueError(
+                f"caches: pending is missing; key {step.row.key} was prepared to replay it"
+            )
         return StepOperands(
             projected=projected, conv_weight=self._conv_weight, conv_bias=self._conv_bias,
             conv_state=caches.conv_state, f_b=w.f_b, A_log=w.A_log.view(-1), dt_bias=w.dt_bias,
@@ -242,9 +295,13 @@ class PreparedKda:
         tokens = max((key[1] for key in self.table if isinstance(key, tuple)), default=1)
         requests = max((key if isinstance(key, int) else key[0] for key in self.table), default=1)
         check_own("state", state, (None, H, HEAD_DIM, HEAD_DIM), tuple(STATE_DTYPE), dense_from=1)
-        check_own("conv_state", window, (None, 3 * H * HEAD_DIM, None), tuple(STATE_DTYPE), dense_from=3)
+        check_own(
+            "conv_state", window, (None, 3 * H * HEAD_DIM, None), tuple(STATE_DTYPE), dense_from=3
+        )
         if window.shape[2] < tokens + 2:
-            raise ValueError(f"conv_state: {window.shape[2]} entries; {tokens} tokens need {tokens + 2}")
+            raise ValueError(
+                f"conv_state: {window.shape[2]} entries; {tokens} tokens need {tokens + 2}"
+            )
         if window.stride(2 if self.conv_layout == "dim-first" else 1) != 1:
             raise ValueError(f"conv_state: strides {window.stride()} are not {self.conv_layout}")
         records = (caches.corrections, caches.key_gates, caches.record_rows)
@@ -256,21 +313,41 @@ class PreparedKda:
             return
         corrections, key_gates, rows = cast(tuple[Tensor, Tensor, Tensor], records)
         capacity = corrections.shape[2]
-        check_own("corrections", corrections, (None, H, None, HEAD_DIM), (torch.float32,), dense_from=1)
-        check_own("key_gates", key_gates, (None, H, capacity, 2 * HEAD_DIM), (torch.bfloat16,), dense_from=1)
+        check_own(
+            "corrections", corrections, (None, H, None, HEAD_DIM), (torch.float32,), dense_from=1
+        )
+        check_own(
+            "key_gates",
+            key_gates,
+            (None, H, capacity, 2 * HEAD_DIM),
+            (torch.bfloat16,),
+            dense_from=1,
+        )
         check_own("record_rows", rows, (None,), (torch.int32,))
         if capacity < tokens or rows.shape[0] < requests:
-            raise ValueError(f"records: {capacity} tokens, {rows.shape[0]} rows; the keys need {tokens}, {requests}")
+            raise ValueError(
+                f"records: {capacity} tokens, {rows.shape[0]} rows; the keys need {tokens}, {requests}"
+            )
         if caches.pending is not None:
             check_own("pending", caches.pending, (None,), (torch.int32,))
             if caches.pending.shape[0] < corrections.shape[0]:
-                raise ValueError(f"pending: {caches.pending.shape[0]} entries for {corrections.shape[0]} record rows")
+                raise ValueError(
+                    f"pending: {caches.pending.shape[0]} entries for {corrections.shape[0]} record rows"
+                )
             if state.dtype != torch.float32 or self.weights.lower_bound is None:
-                raise ValueError("pending: commits are deferred only with an FP32 state and a bounded gate")
+                raise ValueError(
+                    "pending: commits are deferred only with an FP32 state and a bounded gate"
+                )
 
     def _choose(self, key: Key, caches: Caches, gpu: Gpu, policy: Policy) -> _Step:
         """The first of the policy's choices that runs here, compiled."""
-        kind: Kind = "spec" if caches.corrections is None else "record" if caches.pending is None else "replay"
+        kind: Kind = (
+            "spec"
+            if caches.corrections is None
+            else "record"
+            if caches.pending is None
+            else "replay"
+        )
         state_dtype, bound = STATE_DTYPE[caches.state.dtype], self.weights.lower_bound
         problem = _problem(key, kind, self.heads, state_dtype, self.conv_layout, bound)
         pitch = self.table[key][0]
@@ -334,14 +411,17 @@ class PreparedKda:
         return spec, variants.load(choice.variant).unsupported(problem, spec, gpu)
 
     def _load(self, step: _Step, caches: Caches) -> None:
-        """Run the step with null requests alone: loads its binary, or has Triton compile, and changes no cache."""
+        """Run the step with null requests alone: loads its binary, or has Triton compile, and
+        changes no cache."""
         device = caches.state.device
         if device.type != "cuda":
             return
         projected = torch.zeros(step.rows, step.pitch, dtype=torch.bfloat16, device=device)
         out = torch.empty(step.rows, self.heads * HEAD_DIM, dtype=torch.bfloat16, device=device)
         requests = step.slots.shape[0]
-        accepted = torch.ones(requests, dtype=torch.int32, device=device) if step.kind == "spec" else None
+        accepted = (
+            torch.ones(requests, dtype=torch.int32, device=device) if step.kind == "spec" else None
+        )
         operands = self._operands(step, projected, out, caches, step.slots, accepted)
         stream = torch.cuda.current_stream(device).cuda_stream
         if step.flush is not None:
@@ -372,7 +452,10 @@ def _problem(
 
 
 def _spec(variant: str, options: Mapping[str, Any], known: Mapping[str, Any]) -> Any:
-    """The policy's options, with what the weights and caches say wherever the variant has such a choice."""
+    """The policy's options, with what the weights and caches say wherever the variant has such a
+    choice."""
     names = variants.declared(variant).options
     given = {name: value for name, value in options.items() if not (name == "pdl" and not value)}
-    return variants.make_spec(variant, given | {name: value for name, value in known.items() if name in names})
+    return variants.make_spec(
+        variant, given | {name: value for name, value in known.items() if name in names}
+    )

@@ -1,10 +1,13 @@
-"""The unfused chain in Triton: convolution, gate GEMM (torch), verify, gated RMSNorm, commit. Baseline and fallback.
+"""The unfused chain in Triton: convolution, gate GEMM (torch), verify, gated RMSNorm, commit.
+Baseline and fallback.
 
-The only path for ragged windows (`query_start_loc`) and for the unbounded gate. Every public function checks its
-operands before it launches and raises ValueError naming the one that is wrong; with no tokens it returns at once.
+The only path for ragged windows (`query_start_loc`) and for the unbounded gate. Every public
+function checks its operands before it launches and raises ValueError naming the one that is wrong;
+with no tokens it returns at once.
 
-`query_start_loc` `[R + 1]` int32: request b's rows of the packed tensors are `query_start_loc[b] .. [b + 1] - 1`, at
-most `tokens` of them; without it they are `b * tokens .. (b + 1) * tokens - 1`. One with no tokens changes nothing.
+`query_start_loc` `[R + 1]` int32: request b's rows of the packed tensors are `query_start_loc[b] ..
+[b + 1] - 1`, at most `tokens` of them; without it they are `b * tokens .. (b + 1) * tokens - 1`.
+One with no tokens changes nothing.
 
 On CPU tensors everything runs under Triton's interpreter (TRITON_INTERPRET=1).
 Source: docs/operation.md. The kernels: `kda_kernels.stock.kernels`.
@@ -25,7 +28,14 @@ from torch import Tensor
 from kda_kernels.case import HEADS, Case, case, steps_of
 from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import CommitOperands, Operands, StepOperands
-from kda_kernels.problem import CONV_LAYOUTS, CONV_WIDTH, HEAD_DIM, MAX_TOKENS, STATE_DTYPES, Problem
+from kda_kernels.problem import (
+    CONV_LAYOUTS,
+    CONV_WIDTH,
+    HEAD_DIM,
+    MAX_TOKENS,
+    STATE_DTYPES,
+    Problem,
+)
 from kda_kernels.stock import kernels
 from kda_kernels.tensors import check_tensor, on_stream
 
@@ -111,7 +121,8 @@ class Scratch:
 class Compiled:
     """A problem's choices, and the scratch buffers of its launches by (device, rows).
 
-    Launches share the buffers, so they must be ordered among themselves, as those of one stream are.
+    Launches share the buffers, so they must be ordered among themselves, as those of one stream
+    are.
     """
 
     problem: Problem
@@ -120,7 +131,8 @@ class Compiled:
 
 
 def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
-    """Checks the pair; Triton itself compiles at the first launch. Raises ValueError if unsupported."""
+    """Checks the pair; Triton itself compiles at the first launch. Raises ValueError if
+    unsupported."""
     reason = unsupported(problem, spec, gpu)
     if reason is not None:
         raise ValueError(reason)
@@ -128,10 +140,11 @@ def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
 
 
 def launch(compiled: Compiled, operands: Operands, stream: Any) -> None:
-    """Enqueues one step or commit on a stream (a handle, or torch's own; None on the CPU); never synchronizes.
+    """Enqueues one step or commit on a stream (a handle, or torch's own; None on the CPU); never
+    synchronizes.
 
-    The first launch for a device and a number of rows compiles and allocates scratch buffers; those after it do
-    neither, and can be captured in a graph.
+    The first launch for a device and a number of rows compiles and allocates scratch buffers; those
+    after it do neither, and can be captured in a graph.
     """
     problem, spec = compiled.problem, compiled.spec
     if isinstance(operands, CommitOperands) is not problem.folds_only:
@@ -154,7 +167,8 @@ def step(
     spec: Spec | None = None,
     query_start_loc: Tensor | None = None,
 ) -> None:
-    """The chain of one decode, spec (`accepted` given) or record step (`corrections` given) on the current stream."""
+    """The chain of one decode, spec (`accepted` given) or record step (`corrections` given) on the
+    current stream."""
     if operands.pending is not None:
         raise ValueError("pending: the stock chain replays nothing; flush, then record")
     o, spec = operands, spec or Spec()
@@ -169,7 +183,17 @@ def step(
         record_rows=o.record_rows, update_state=o.record_rows is None, scale=o.scale, lower_bound=o.lower_bound,
         spec=spec,
     )  # fmt: skip
-    normalize(o.out, o.projected, o.norm_weight, o.slots, o.out, tokens, o.accepted, query_start_loc, o.eps)
+    normalize(
+        o.out,
+        o.projected,
+        o.norm_weight,
+        o.slots,
+        o.out,
+        tokens,
+        o.accepted,
+        query_start_loc,
+        o.eps,
+    )
 
 
 def convolve(
@@ -183,7 +207,8 @@ def convolve(
     accepted: Tensor | None = None,
     query_start_loc: Tensor | None = None,
 ) -> None:
-    """SiLU of the convolution of q, k and v into `convolved` `[B, 3D]`; the windows are moved on."""
+    """SiLU of the convolution of q, k and v into `convolved` `[B, 3D]`; the windows are moved
+    on."""
     rows, requests = _check_rows(projected, slots, tokens, accepted, query_start_loc)
     device = projected.device
     check_tensor("conv_weight", conv_weight, (3, CONV_WIDTH, None), _FLOATS, device)
@@ -191,11 +216,17 @@ def convolve(
     _check_pitch(projected, channels)
     if conv_bias is not None:
         check_tensor("conv_bias", conv_bias, (3 * channels,), _FLOATS, device)
-    check_tensor("conv_state", conv_state, (None, 3 * channels, None), _FLOATS, device, dense_from=3)
+    check_tensor(
+        "conv_state", conv_state, (None, 3 * channels, None), _FLOATS, device, dense_from=3
+    )
     if conv_state.shape[2] < tokens + 2:
-        raise ValueError(f"conv_state holds {conv_state.shape[2]} entries; {tokens=} needs {tokens + 2}")
+        raise ValueError(
+            f"conv_state holds {conv_state.shape[2]} entries; {tokens=} needs {tokens + 2}"
+        )
     if 1 not in conv_state.stride()[1:]:
-        raise ValueError(f"conv_state strides {conv_state.stride()}: neither channels nor entries are adjacent")
+        raise ValueError(
+            f"conv_state strides {conv_state.stride()}: neither channels nor entries are adjacent"
+        )
     check_tensor("convolved", convolved, (rows, 3 * channels), (torch.bfloat16,), device)
     if rows == 0:
         return
@@ -212,7 +243,9 @@ def project_gate(projected: Tensor, f_b: Tensor, raw_gates: Tensor) -> None:
     check_tensor("f_b", f_b, (None, HEAD_DIM), (torch.bfloat16,), projected.device)
     channels = f_b.shape[0]
     _check_pitch(projected, channels)
-    check_tensor("raw_gates", raw_gates, (projected.shape[0], channels), (torch.bfloat16,), projected.device)
+    check_tensor(
+        "raw_gates", raw_gates, (projected.shape[0], channels), (torch.bfloat16,), projected.device
+    )
     if projected.shape[0]:
         torch.mm(projected[:, 4 * channels : 4 * channels + HEAD_DIM], f_b.t(), out=raw_gates)
 
@@ -238,7 +271,8 @@ def verify(
     lower_bound: float | None = -5.0,
     spec: Spec | None = None,
 ) -> None:
-    """The recurrence: outputs before the norm into `attended` `[B, D]`, which null requests leave alone.
+    """The recurrence: outputs before the norm into `attended` `[B, D]`, which null requests leave
+    alone.
 
     update_state   the state after token t goes to page slots[b, t]; else no page changes
     record_rows    with corrections and key_gates: what to record, and where
@@ -256,7 +290,9 @@ def verify(
     check_tensor("state", state, (None, heads, HEAD_DIM, HEAD_DIM), _FLOATS, device, dense_from=1)
     check_tensor("attended", attended, (rows, channels), (torch.bfloat16,), device)
     if update_state and _columns(slots) < tokens:
-        raise ValueError(f"slots has {_columns(slots)} columns; storing the states of {tokens=} needs as many")
+        raise ValueError(
+            f"slots has {_columns(slots)} columns; storing the states of {tokens=} needs as many"
+        )
     if lower_bound is not None and not lower_bound < 0:
         raise ValueError(f"{lower_bound=} must be negative, or None for the unbounded gate")
     record = corrections is not None or key_gates is not None or record_rows is not None
@@ -287,7 +323,8 @@ def normalize(
     query_start_loc: Tensor | None = None,
     eps: float = 1e-5,
 ) -> None:
-    """Gated RMSNorm of `attended` into `out` `[B, D]` (they may be one tensor); null requests get zeros."""
+    """Gated RMSNorm of `attended` into `out` `[B, D]` (they may be one tensor); null requests get
+    zeros."""
     rows, requests = _check_rows(projected, slots, tokens, accepted, query_start_loc)
     check_tensor("norm_weight", norm_weight, (HEAD_DIM,), (torch.float32,), projected.device)
     check_tensor("out", out, (rows, None), (torch.bfloat16,), projected.device)
@@ -313,7 +350,9 @@ def fold(operands: CommitOperands, spec: Spec | None = None) -> None:
     layers, requests, device = len(o.states), o.source.shape[0], o.source.device
     if not layers:
         raise ValueError("states: no layers")
-    _check_plan(requests, device, o.source, o.length, o.destination, o.boundary_length, o.boundary_slot)
+    _check_plan(
+        requests, device, o.source, o.length, o.destination, o.boundary_length, o.boundary_slot
+    )
     check_tensor("record_rows", o.record_rows, (requests,), (torch.int32,), device)
     heads, dtype = o.states[0].shape[1], o.states[0].dtype
     per_layer = {"states": o.states, "corrections": o.corrections, "key_gates": o.key_gates}
@@ -326,12 +365,24 @@ def fold(operands: CommitOperands, spec: Spec | None = None) -> None:
                                  "multiples of 16")  # fmt: skip
     tokens = o.corrections[0].shape[2]
     for state, corrections, key_gates in zip(o.states, o.corrections, o.key_gates, strict=True):
-        check_tensor("states", state, (None, heads, HEAD_DIM, HEAD_DIM), (dtype,), device, dense_from=1)
         check_tensor(
-            "corrections", corrections, (None, heads, tokens, HEAD_DIM), (torch.float32,), device, dense_from=1
+            "states", state, (None, heads, HEAD_DIM, HEAD_DIM), (dtype,), device, dense_from=1
         )
         check_tensor(
-            "key_gates", key_gates, (None, heads, tokens, 2 * HEAD_DIM), (torch.bfloat16,), device, dense_from=1
+            "corrections",
+            corrections,
+            (None, heads, tokens, HEAD_DIM),
+            (torch.float32,),
+            device,
+            dense_from=1,
+        )
+        check_tensor(
+            "key_gates",
+            key_gates,
+            (None, heads, tokens, 2 * HEAD_DIM),
+            (torch.bfloat16,),
+            device,
+            dense_from=1,
         )
     if dtype not in _FLOATS:
         raise ValueError(f"states: {dtype} is neither float32 nor bfloat16")
@@ -360,10 +411,12 @@ def roll_window(
     boundary_length: Tensor | None = None,
     boundary_slot: Tensor | None = None,
 ) -> None:
-    """The windows' part of a commit, all layers in one launch: afterwards the next step's taps start at entry 0.
+    """The windows' part of a commit, all layers in one launch: afterwards the next step's taps
+    start at entry 0.
 
     Entries 0..2 of the destination become entries n-1 .. n+1 of the source; no other entry changes.
-    window_table   [L, 2] int64, `operands.address_table` of the conv states, which share shape and inner strides
+    window_table   [L, 2] int64, `operands.address_table` of the conv states, which share shape and
+                   inner strides
     """
     requests, device, layers = source.shape[0], source.device, len(conv_states)
     if not layers:
@@ -371,7 +424,14 @@ def roll_window(
     _check_plan(requests, device, source, length, destination, boundary_length, boundary_slot)
     first = conv_states[0]
     for window in conv_states:
-        check_tensor("conv_states", window, (None, first.shape[1], first.shape[2]), _FLOATS, device, dense_from=3)
+        check_tensor(
+            "conv_states",
+            window,
+            (None, first.shape[1], first.shape[2]),
+            _FLOATS,
+            device,
+            dense_from=3,
+        )
         if window.stride()[1:] != first.stride()[1:] or window.dtype is not first.dtype:
             raise ValueError("conv_states: layers differ in inner strides or dtype")
     check_tensor("window_table", window_table, (layers, 2), (torch.int64,), device)
@@ -384,8 +444,11 @@ def roll_window(
     )  # fmt: skip
 
 
-def defer(length: Tensor, pending: Tensor, record_rows: Tensor, slots: Tensor, eager: Tensor | None = None) -> None:
-    """Commit lengths `[R]` move to `pending` `[rows]` and become 0; with `eager` `[R]` set, pending becomes 0 instead.
+def defer(
+    length: Tensor, pending: Tensor, record_rows: Tensor, slots: Tensor, eager: Tensor | None = None
+) -> None:
+    """Commit lengths `[R]` move to `pending` `[rows]` and become 0; with `eager` `[R]` set, pending
+    becomes 0 instead.
 
     Requests with a null slot or a negative record row are left alone.
     """
@@ -398,7 +461,14 @@ def defer(length: Tensor, pending: Tensor, record_rows: Tensor, slots: Tensor, e
         check_tensor("eager", eager, (requests,), (torch.bool, torch.int8, torch.int32), device)
     if requests:
         kernels.stock_defer[(requests,)](
-            length, pending, record_rows, slots, eager, slots.stride(0), HAS_EAGER=eager is not None, num_warps=1
+            length,
+            pending,
+            record_rows,
+            slots,
+            eager,
+            slots.stride(0),
+            HAS_EAGER=eager is not None,
+            num_warps=1,
         )
 
 
@@ -411,7 +481,8 @@ def flush_plan(
     destination: Tensor,
     tokens: int,
 ) -> None:
-    """Writes the commit in place of all pending tokens: length `clamp(pending, 0, tokens)`, 0 for null requests.
+    """Writes the commit in place of all pending tokens: length `clamp(pending, 0, tokens)`, 0 for
+    null requests.
 
     `pending` itself is kept: `defer` overwrites it after the step.
     """
@@ -422,27 +493,45 @@ def flush_plan(
     _check_slots(slots, requests, device)
     if requests:
         kernels.stock_flush_plan[(requests,)](
-            pending, record_rows, slots, source, length, destination, slots.stride(0), TOKENS=tokens, num_warps=1
+            pending,
+            record_rows,
+            slots,
+            source,
+            length,
+            destination,
+            slots.stride(0),
+            TOKENS=tokens,
+            num_warps=1,
         )
 
 
 def _check_rows(
-    projected: Tensor, slots: Tensor, tokens: int, accepted: Tensor | None, query_start_loc: Tensor | None
+    projected: Tensor,
+    slots: Tensor,
+    tokens: int,
+    accepted: Tensor | None,
+    query_start_loc: Tensor | None,
 ) -> tuple[int, int]:
     """Rows and requests of a step, after checking what says which row belongs to which request."""
     if not 1 <= tokens <= MAX_TOKENS:
         raise ValueError(f"{tokens=} is not in 1..{MAX_TOKENS}")
-    check_tensor("projected", projected, (None, None), (torch.bfloat16,), projected.device, dense_from=1)
+    check_tensor(
+        "projected", projected, (None, None), (torch.bfloat16,), projected.device, dense_from=1
+    )
     rows, requests, device = projected.shape[0], slots.shape[0], projected.device
     _check_slots(slots, requests, device)
     if accepted is not None:
         check_tensor("accepted", accepted, (requests,), (torch.int32,), device)
         if _columns(slots) < tokens:
-            raise ValueError(f"slots has {_columns(slots)} columns; with accepted it needs {tokens=}")
+            raise ValueError(
+                f"slots has {_columns(slots)} columns; with accepted it needs {tokens=}"
+            )
     if query_start_loc is not None:
         check_tensor("query_start_loc", query_start_loc, (requests + 1,), (torch.int32,), device)
         if rows > requests * tokens:
-            raise ValueError(f"projected: {rows} rows exceed the capacity of {requests} requests x {tokens} tokens")
+            raise ValueError(
+                f"projected: {rows} rows exceed the capacity of {requests} requests x {tokens} tokens"
+            )
     elif rows != requests * tokens and rows:
         raise ValueError(f"projected: {rows} rows are not {requests} requests x {tokens} tokens")
     return rows, requests
@@ -451,7 +540,9 @@ def _check_rows(
 def _check_pitch(projected: Tensor, channels: int) -> None:
     used = 4 * channels + HEAD_DIM + channels // HEAD_DIM
     if channels % HEAD_DIM or projected.shape[1] < used:
-        raise ValueError(f"projected: {projected.shape[1]} columns; {channels} channels need {used}")
+        raise ValueError(
+            f"projected: {projected.shape[1]} columns; {channels} channels need {used}"
+        )
 
 
 def _check_slots(slots: Tensor, requests: int, device: torch.device) -> None:
@@ -475,11 +566,25 @@ def _check_records(
     if corrections is None or key_gates is None or record_rows is None:
         raise ValueError("corrections, key_gates and record_rows go together")
     check_tensor("record_rows", record_rows, (requests,), (torch.int32,), device)
-    check_tensor("corrections", corrections, (None, heads, None, HEAD_DIM), (torch.float32,), device, dense_from=1)
+    check_tensor(
+        "corrections",
+        corrections,
+        (None, heads, None, HEAD_DIM),
+        (torch.float32,),
+        device,
+        dense_from=1,
+    )
     capacity = corrections.shape[2]
     if capacity < tokens:
         raise ValueError(f"corrections: a record holds {capacity} tokens, not {tokens}")
-    check_tensor("key_gates", key_gates, (None, heads, capacity, 2 * HEAD_DIM), (torch.bfloat16,), device, dense_from=1)
+    check_tensor(
+        "key_gates",
+        key_gates,
+        (None, heads, capacity, 2 * HEAD_DIM),
+        (torch.bfloat16,),
+        device,
+        dense_from=1,
+    )
 
 
 def _check_plan(

@@ -2,16 +2,19 @@
 # (Triton traces Python: its functions carry no usable types.)
 """The Triton kernels of the unfused chain; `stock` validates operands and launches them.
 
-stock_convolution   (channel blocks, requests)               projection -> SiLU outputs, window moved on
-stock_verify        (value tiles, requests, heads)           recurrence; state pages or records written
+stock_convolution   (channel blocks, requests)               projection -> SiLU outputs, window
+                    moved on
+stock_verify        (value tiles, requests, heads)           recurrence; state pages or records
+                    written
 stock_norm          (requests * tokens, head blocks)         gated RMSNorm
 stock_fold          (value tiles * heads, requests, layers)  commit: recorded tokens into the state
-stock_roll_window   (channel blocks, requests, layers)       commit: window moved on by the accepted tokens
+stock_roll_window   (channel blocks, requests, layers)       commit: window moved on by the accepted
+                    tokens
 stock_defer, stock_flush_plan   (requests)                   bookkeeping of deferred commits
 
-A state tile is held as [K_OUTER, rows, K_INNER]: the 128 columns of a row are then spread over 4 lanes, most of a dot
-product stays inside a thread, and each lane group still loads 64 consecutive bytes.
-Source: docs/operation.md.
+A state tile is held as [K_OUTER, rows, K_INNER]: the 128 columns of a row are then spread over 4
+lanes, most of a dot product stays inside a thread, and each lane group still loads 64 consecutive
+bytes. Source: docs/operation.md.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def _request(slots, slot_stride, accepted, b, TOKENS: tl.constexpr, SPEC: tl.constexpr):
-    """Convolution page (<= 0 for a null request), state page to read and first history entry of request b."""
+    """Convolution page (<= 0 for a null request), state page to read and first history entry of
+    request b."""
     page = tl.load(slots + b * slot_stride)
     read = page
     entry = 0
@@ -51,16 +55,22 @@ def _rows(query_start, b, TOKENS: tl.constexpr, RAGGED: tl.constexpr):
 
 @triton.jit
 def _upto(index, size, condition):
-    """index < size where the scalar condition holds, else nothing: a mask. (The interpreter can't splat a bool.)"""
+    """index < size where the scalar condition holds, else nothing: a mask. (The interpreter can't
+    splat a bool.)"""
     return index < tl.where(condition, size, 0)
 
 
 @triton.jit
 def _as(x, dtype: tl.constexpr):
-    """An FP32 tensor in the dtype of memory, to nearest even: a GPU's cast does that, the interpreter's truncates."""
+    """An FP32 tensor in the dtype of memory, to nearest even: a GPU's cast does that, the
+    interpreter's truncates."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
-        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.uint32).to(tl.float32, bitcast=True)
+        x = (
+            ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000)
+            .to(tl.uint32)
+            .to(tl.float32, bitcast=True)
+        )
     return x.to(dtype)
 
 
@@ -74,7 +84,7 @@ def _unit(x):
 def _decay(raw, A, dt_bias, lower_bound, BOUNDED: tl.constexpr):
     """Decay per key channel from raw gates; A = exp(A_log)."""
     x = raw + dt_bias
-    if BOUNDED:  # noqa: SIM108 (a compile-time branch)
+    if BOUNDED:
         log = lower_bound * tl.sigmoid(A * x)
     else:
         # softplus, without overflow
@@ -105,7 +115,8 @@ def stock_convolution(
     ENTRIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """SiLU of the convolution, [rows, 3 * channels]; then the window holds the two inputs before, and these.
+    """SiLU of the convolution, [rows, 3 * channels]; then the window holds the two inputs before,
+    and these.
 
     ENTRIES is a power of two >= TOKENS + 2.
     """
@@ -136,12 +147,15 @@ def stock_convolution(
         x = tl.load(x_rows + t * pitch + channel, mask=taken, other=0.0).to(tl.float32)
         y = start + w0 * h0 + w1 * h1 + w2 * h2 + w3 * x
         silu = y / (1.0 + tl.exp(-y))
-        tl.store(y_rows + t * 3 * channels + channel, _as(silu, convolved.dtype.element_ty), mask=taken)
+        tl.store(
+            y_rows + t * 3 * channels + channel, _as(silu, convolved.dtype.element_ty), mask=taken
+        )
         h0 = h1
         h1 = h2
         h2 = x
 
-    # The window as a tile: entries of a channel, or channels of an entry, are stored together, whichever are adjacent.
+    # The window as a tile: entries of a channel, or channels of an entry, are stored together,
+    # whichever are adjacent.
     e = tl.arange(0, ENTRIES)[None, :]
     column = channel[:, None]
     cells = window + column * channel_stride + e * entry_stride
@@ -187,9 +201,11 @@ def stock_verify(
     V_TILE: tl.constexpr,
     K_INNER: tl.constexpr,
 ):
-    """The recurrence of one item's V_TILE state rows over its tokens; attended [rows, channels] before the norm.
+    """The recurrence of one item's V_TILE state rows over its tokens; attended [rows, channels]
+    before the norm.
 
-    UPDATE stores the state after token t to page slots[b, t]; RECORD stores corrections, keys and raw gates.
+    UPDATE stores the state after token t to page slots[b, t]; RECORD stores corrections, keys and
+    raw gates.
     """
     K_OUTER: tl.constexpr = K // K_INNER
     tile = tl.program_id(0)
@@ -220,21 +236,31 @@ def stock_verify(
         v_taken = _upto(v, K, taken)
         q_raw = tl.load(vectors + t * 3 * channels + k, mask=k_taken, other=0.0)
         k_raw = tl.load(vectors + (t * 3 + 1) * channels + k, mask=k_taken, other=0.0)
-        value = tl.load(vectors + (t * 3 + 2) * channels + v, mask=v_taken, other=0.0).to(tl.float32)
+        value = tl.load(vectors + (t * 3 + 2) * channels + v, mask=v_taken, other=0.0).to(
+            tl.float32
+        )
         gate = tl.load(raw_gates + (first + t) * channels + h * K + k, mask=k_taken, other=0.0)
-        raw_beta = tl.load(projected + (first + t) * pitch + 4 * channels + K + h, mask=taken, other=0.0)
+        raw_beta = tl.load(
+            projected + (first + t) * pitch + 4 * channels + K + h, mask=taken, other=0.0
+        )
         if RECORD:
             mine = _upto(k, K, taken & (row >= 0) & (tile == 0))
             tl.store(key_gates + t * 2 * K + k, k_raw, mask=mine)
             tl.store(key_gates + (t * 2 + 1) * K + k, gate, mask=mine)
         query = tl.reshape(scale * _unit(q_raw.to(tl.float32)), [K_OUTER, K_INNER])[:, None, :]
         key = tl.reshape(_unit(k_raw.to(tl.float32)), [K_OUTER, K_INNER])[:, None, :]
-        d = tl.reshape(_decay(gate.to(tl.float32), A, bias, lower_bound, BOUNDED), [K_OUTER, K_INNER])[:, None, :]
+        d = tl.reshape(
+            _decay(gate.to(tl.float32), A, bias, lower_bound, BOUNDED), [K_OUTER, K_INNER]
+        )[:, None, :]
         S *= d
         u = tl.sigmoid(raw_beta.to(tl.float32)) * (value - tl.sum(tl.sum(S * key, 0), 1))
         S += u[None, :, None] * key
         o = tl.sum(tl.sum(S * query, 0), 1)
-        tl.store(attended + (first + t) * channels + h * K + v, _as(o, attended.dtype.element_ty), mask=v_taken)
+        tl.store(
+            attended + (first + t) * channels + h * K + v,
+            _as(o, attended.dtype.element_ty),
+            mask=v_taken,
+        )
         if RECORD:
             tl.store(corrections + t * K + v, u, mask=_upto(v, K, taken & (row >= 0)))
         if UPDATE:
@@ -279,7 +305,9 @@ def stock_norm(
     at = h[:, None] * K + k[None, :]
     cells = (first + t) * channels + at
     o = tl.load(attended + cells, mask=live, other=0.0).to(tl.float32)
-    gate = tl.load(projected + (first + t) * pitch + 3 * channels + at, mask=live, other=0.0).to(tl.float32)
+    gate = tl.load(projected + (first + t) * pitch + 3 * channels + at, mask=live, other=0.0).to(
+        tl.float32
+    )
     weight = tl.load(norm_weight + k)[None, :]
     y = o * tl.rsqrt(tl.sum(o * o, 1) / K + eps)[:, None] * weight * tl.sigmoid(gate)
     tl.store(out + cells, _as(tl.where(live, y, 0.0), out.dtype.element_ty), mask=mine)
@@ -308,7 +336,8 @@ def stock_fold(
 ):
     """The first `length` recorded tokens folded into V_TILE state rows of one item of one layer.
 
-    The tables hold base address and leading stride in elements per layer. At most TOKENS tokens are folded.
+    The tables hold base address and leading stride in elements per layer. At most TOKENS tokens are
+    folded.
     """
     tiles: tl.constexpr = K // V_TILE
     h = tl.program_id(0) // tiles
@@ -330,7 +359,8 @@ def stock_fold(
 
     state = _layer_base(state_table, layer, STATE_DTYPE)
     page_stride = tl.load(state_table + 2 * layer + 1)
-    # Pages are read and written in vectors: both a page's address and the stride between pages are multiples of 16.
+    # Pages are read and written in vectors: both a page's address and the stride between pages are
+    # multiples of 16.
     page_stride = tl.multiple_of(page_stride, 16)
     cells = h * K * K + v[:, None] * K + k[None, :]
     S = tl.load(state + origin * page_stride + cells).to(tl.float32)  # [V_TILE, K]
@@ -375,7 +405,8 @@ def stock_roll_window(
     WINDOW_DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Entries 0..2 of the destination's window become entries n-1..n+1 of the source's, so that taps start at 0."""
+    """Entries 0..2 of the destination's window become entries n-1..n+1 of the source's, so that
+    taps start at 0."""
     b = tl.program_id(1)
     layer = tl.program_id(2)
     n = tl.load(length + b)
@@ -410,7 +441,8 @@ def stock_roll_window(
 
 @triton.jit
 def stock_defer(length, pending, record_rows, slots, eager, slot_stride, HAS_EAGER: tl.constexpr):
-    """A request's commit length becomes pending and then 0; with its eager flag set: pending 0, length kept."""
+    """A request's commit length becomes pending and then 0; with its eager flag set: pending 0,
+    length kept."""
     b = tl.program_id(0)
     row = tl.load(record_rows + b)
     slot = tl.load(slots + b * slot_stride)
@@ -425,8 +457,11 @@ def stock_defer(length, pending, record_rows, slots, eager, slot_stride, HAS_EAG
 
 
 @triton.jit
-def stock_flush_plan(pending, record_rows, slots, source, length, destination, slot_stride, TOKENS: tl.constexpr):
-    """Pending tokens as a commit in place: length 0..TOKENS, 0 for null slots and requests without a record row."""
+def stock_flush_plan(
+    pending, record_rows, slots, source, length, destination, slot_stride, TOKENS: tl.constexpr
+):
+    """Pending tokens as a commit in place: length 0..TOKENS, 0 for null slots and requests without
+    a record row."""
     b = tl.program_id(0)
     row = tl.load(record_rows + b)
     slot = tl.load(slots + b * slot_stride)

@@ -2,7 +2,8 @@
 
 KERNELS, KINDS, ...                 what it says about itself, in literals: `variants.contract`
 forms(kind, state_dtype)            options of each form of it that is another kernel, for `cases`
-Spec                                frozen dataclass of compile-time choices (and `pdl`, of a launch)
+Spec                                frozen dataclass of compile-time choices (and `pdl`, of a
+                                    launch)
 unsupported(problem, spec, gpu)     why this pair can't run, or None; pure, no CUDA
 compile(problem, spec, gpu)         from shapes alone, works with no GPU
 launch(compiled, operands, stream)  enqueues once; allocates nothing, never synchronizes
@@ -87,7 +88,8 @@ def load(name: str) -> ModuleType:
 
 
 def make_spec(name: str, choices: dict[str, Any]) -> Any:
-    """A variant's Spec from plain values; omitted fields keep their defaults. Raises ValueError for unknown fields."""
+    """A variant's Spec from plain values; omitted fields keep their defaults. Raises ValueError for
+    unknown fields."""
     spec_type = load(name).Spec
     known = [f.name for f in fields(spec_type)]
     for key in choices:
@@ -101,13 +103,18 @@ _binaries: dict[Any, Any] = {}
 
 @cache
 def compile_once(name: str, problem: Problem, spec: Any, gpu: Gpu) -> Any:
-    """A variant compiled: the same object for the same choices, and one binary where they are equal, loaded once.
+    """A variant compiled: the same object for the same choices, and one binary where they are
+    equal, loaded once.
 
     Raises as the variant's `compile` does.
     """
     compiled = load(name).compile(problem, spec, gpu)
     binary = getattr(compiled, "binary", None)
-    return compiled if binary is None else replace(compiled, binary=_binaries.setdefault(binary, binary))
+    return (
+        compiled
+        if binary is None
+        else replace(compiled, binary=_binaries.setdefault(binary, binary))
+    )
 
 
 def spec_dict(spec: Any) -> dict[str, Any]:
@@ -115,14 +122,17 @@ def spec_dict(spec: Any) -> dict[str, Any]:
 
 
 def digest(name: str) -> str:
-    """sha256 over what the sources say that decide what a variant computes and how fast, but for their prose.
+    """sha256 over what the sources say that decide what a variant computes and how fast, but for
+    their prose.
 
-    Of a variant of Triton's: over what its launches are written in, so that moving a module or declaring something of
-    the variant leaves it as it was.
+    Of a variant of Triton's: over what its launches are written in, so that moving a module or
+    declaring something of the variant leaves it as it was.
     """
     module = load(name)
     if not declared(name).binaries:
-        said = launched_by([sources.path_of(m) for m in module.WRITTEN_IN]) | spec_dict(module.Spec())
+        said = launched_by([sources.path_of(m) for m in module.WRITTEN_IN]) | spec_dict(
+            module.Spec()
+        )
         return "sha256:" + hashlib.sha256(repr(sorted(said.items())).encode()).hexdigest()
     return sources.digest(sources.behind(module.__name__))
 
@@ -131,7 +141,8 @@ _DESCRIBING = {"Spec", "forms", "more_cases", "unsupported"}
 
 
 def launched_by(paths: Sequence[Path]) -> dict[str, str]:
-    """Digests of the definitions in a Triton variant's files, its own first, without what describes the variant."""
+    """Digests of the definitions in a Triton variant's files, its own first, without what describes
+    the variant."""
     own = sources.definitions(paths[0])
     described = {name for name in own if name.isupper() and not name.startswith("_")} | _DESCRIBING
     found = {name: digest for name, digest in own.items() if name not in described}

@@ -1,6 +1,7 @@
 """KDA commit: fold n recorded tokens into the state of every (layer, request, head).
 
-states       L x [slots, H, V=128, K=128]   bf16 or f32, by address table; source page read, destination written
+states       L x [slots, H, V=128, K=128]   bf16 or f32, by address table; source page read,
+             destination written
 corrections  L x [rows, H, Q, 128]          f32, by address table
 key_gates    L x [rows, H, Q, 256]          bf16, by address table: keys, then raw gates
 A_log        [L, H]          f32
@@ -10,7 +11,8 @@ source, length, destination, record_rows, boundary_length, boundary_slot   [R]  
     S_n = S_0 * e^{L_n} + sum_{t<n} u_t (k^_t e^{L_n - L_t})
 
 Two kernels, both with CTAs of 128 threads, by where pages wait (`Spec.source`):
-  ring               `commit_ring`: a CTA has some heads of a request, whose pages pass through two stages
+  ring               `commit_ring`: a CTA has some heads of a request, whose pages pass through two
+                     stages
   bulk, registers    `commit_rows`: a CTA has some rows of a page, and loads all at once
 What they share: `commit_fold`. Source: docs/operation.md, "Commit: folding n accepted tokens".
 """
@@ -70,10 +72,12 @@ _MOST_CTAS = {
     ("bulk", 32, 8): (4, 3, 4, 3),
     ("bulk", 32, 4): (7, 7, 7, 7),
 }
-"""Most CTAs of an SM by (source, rows_per_cta, columns): BF16, BF16 with align, FP32, FP32 with align.
+"""Most CTAs of an SM by (source, rows_per_cta, columns): BF16, BF16 with align, FP32, FP32 with
+align.
 
-Found by compiling for ever more of them, on every target, until a thread's registers no longer suffice and the compiler
-spills, or the SM's shared memory. Whether the compiler still makes them so tests/kernels/test_commit.py asks of each.
+Found by compiling for ever more of them, on every target, until a thread's registers no longer
+suffice and the compiler spills, or the SM's shared memory. Whether the compiler still makes them so
+tests/kernels/test_commit.py asks of each.
 """
 
 
@@ -81,13 +85,15 @@ spills, or the SM's shared memory. Whether the compiler still makes them so test
 class Spec:
     """Compile-time choices, and two of the launch.
 
-    store          direct: results go to global memory from registers; bulk: in place, then out by a bulk copy (ring)
+    store          direct: results go to global memory from registers; bulk: in place, then out by a
+                   bulk copy (ring)
     align          with block boundaries
     heads_per_cta  launch: most heads of a CTA; 1 unless ring
     pdl            launch: programmatic dependent launch
     source         where pages wait: ring, bulk (shared memory), registers
     rows_per_cta   rows of a CTA's page; 128 if ring
-    columns        columns of a thread, 4 or 8; 8 if ring. 4 take half the registers for keys, and 8-byte rows of BF16
+    columns        columns of a thread, 4 or 8; 8 if ring. 4 take half the registers for keys, and
+                   8-byte rows of BF16
     ctas_per_sm    CTAs of an SM to compile for, which caps registers; 0: the most. 0 if ring
     hints          pages don't enter L1, results leave as streams; not ring
     """
@@ -161,7 +167,12 @@ def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
 def _source_refused(state_dtype: StateDtype, spec: Spec) -> str | None:
     """Why a source can't have the other choices, or None."""
     if spec.source == "ring":
-        if (spec.rows_per_cta, spec.columns, spec.ctas_per_sm, spec.hints) != (HEAD_DIM, 8, 0, False):
+        if (spec.rows_per_cta, spec.columns, spec.ctas_per_sm, spec.hints) != (
+            HEAD_DIM,
+            8,
+            0,
+            False,
+        ):
             return f"source=ring has rows_per_cta={HEAD_DIM}, columns=8, ctas_per_sm=0 and no hints"
         return None
     if why := step.not_allowed([("source", spec.source, ("ring", "bulk", "registers"))]):
@@ -192,7 +203,8 @@ def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
 
 
 def launch(compiled: Compiled, operands: CommitOperands, stream: int) -> None:
-    """Enqueue one commit over all layers and requests of the operands. Raises ValueError for operands that don't fit.
+    """Enqueue one commit over all layers and requests of the operands. Raises ValueError for
+    operands that don't fit.
 
     Row and slot strides must be multiples of 16 bytes.
     """
@@ -224,13 +236,23 @@ def launch(compiled: Compiled, operands: CommitOperands, stream: int) -> None:
 def _check(compiled: Compiled, operands: CommitOperands) -> None:
     """Raises ValueError for operands that a compiled kernel can't take."""
     spec, p = compiled.spec, compiled.plan
-    state, corrections, key_gates = operands.states[0], operands.corrections[0], operands.key_gates[0]
+    state, corrections, key_gates = (
+        operands.states[0],
+        operands.corrections[0],
+        operands.key_gates[0],
+    )
     if state.element_size() != p.item_bytes:
         raise ValueError(f"states are {state.dtype}, the kernel was compiled for {p.state_dtype}")
     if spec.align != (operands.boundary_slot is not None and operands.boundary_length is not None):
-        raise ValueError(f"align={spec.align} must match whether boundary_length and boundary_slot are given")
+        raise ValueError(
+            f"align={spec.align} must match whether boundary_length and boundary_slot are given"
+        )
     for name, tensor in (("states", state), ("corrections", corrections), ("key_gates", key_gates)):
         if tensor.stride(0) * tensor.element_size() % 16:
-            raise ValueError(f"{name}: leading stride {tensor.stride(0)} must be a multiple of 16 bytes")
+            raise ValueError(
+                f"{name}: leading stride {tensor.stride(0)} must be a multiple of 16 bytes"
+            )
     if corrections.shape[2] > MAX_TOKENS:
-        raise ValueError(f"records hold {corrections.shape[2]} tokens, the kernel folds at most {MAX_TOKENS}")
+        raise ValueError(
+            f"records hold {corrections.shape[2]} tokens, the kernel folds at most {MAX_TOKENS}"
+        )

@@ -1,9 +1,10 @@
-"""What both kernels of KdaCommit are made of: arguments, plan, a head's keys weighed, the fold of rows.
+"""What both kernels of KdaCommit are made of: arguments, plan, a head's keys weighed, the fold of
+rows.
 
 Of their areas of shared memory the functions here take
   corrections  [tokens, rows] f32
-  records      [tokens, 256] bf16, keys and raw gates; then, as [tokens, 128] f32, the keys that are folded: the sizes
-               are equal
+  records      [tokens, 256] bf16, keys and raw gates; then, as [tokens, 128] f32, the keys that are
+               folded: the sizes are equal
   decay        [128] f32; ratio the same, with align
   norms        [tokens] f32
 """
@@ -44,7 +45,8 @@ GMEM = cutlass.AddressSpace.gmem
 class Arguments(NamedTuple):
     """Parameters of a commit kernel.
 
-    state_table, corrections_table, key_gates_table   base address and leading stride of each layer's tensor
+    state_table, corrections_table, key_gates_table   base address and leading stride of each
+                                                      layer's tensor
     boundary_length, boundary_slot   null without align
     chunk                            heads of a CTA
     tokens                           that a record can hold
@@ -72,7 +74,9 @@ def placeholder() -> Arguments:
     tables = (make_ptr(Int64, 16, GMEM, assumed_align=16),) * 3
     weights = (make_ptr(Float32, 16, GMEM, assumed_align=4),) * 2
     requests = (make_ptr(Int32, 16, GMEM, assumed_align=4),) * 6
-    return Arguments(*tables, *weights, *requests, Int32(4), Int32(4), Int32(MAX_TOKENS), Float32(-5))
+    return Arguments(
+        *tables, *weights, *requests, Int32(4), Int32(4), Int32(MAX_TOKENS), Float32(-5)
+    )
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,9 @@ class Plan:
 
     @property
     def tile_bytes(self) -> int:
-        return TILE_BYTES if self.source == "ring" else self.rows_per_cta * HEAD_DIM * self.item_bytes
+        return (
+            TILE_BYTES if self.source == "ring" else self.rows_per_cta * HEAD_DIM * self.item_bytes
+        )
 
     @property
     def tiles(self) -> int:
@@ -125,7 +131,8 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """Rows that a thread folds at a time. 4 = one 16-byte load of corrections per token; 2 where 4 would spill."""
+        """Rows that a thread folds at a time. 4 = one 16-byte load of corrections per token; 2
+        where 4 would spill."""
         if self.columns == 4:
             return 4 if self.ctas_per_sm + self.align < 6 else 2
         return 2 if self.align or self.source != "ring" else 4
@@ -146,10 +153,11 @@ class Plan:
 
     @property
     def tile_shape(self) -> Any:
-        """(vector, vectors of a thread's columns, rows), (lanes of a row, row groups), steps, stages.
+        """(vector, vectors of a thread's columns, rows), (lanes of a row, row groups), steps,
+        stages.
 
-        A thread's columns are one run, but two runs of 4, 64 apart, for 8 columns of FP32: rows then pass 256 bytes at
-        a time, with no bank conflicts and whole lines.
+        A thread's columns are one run, but two runs of 4, 64 apart, for 8 columns of FP32: rows
+        then pass 256 bytes at a time, with no bank conflicts and whole lines.
         """
         stages = STAGES if self.source == "ring" else 1
         return (self.vector, self.runs, self.rows), (self.lanes, self.groups), self.steps, stages
@@ -157,7 +165,12 @@ class Plan:
     @property
     def tile_stride(self) -> Any:
         group = self.rows * HEAD_DIM
-        return (1, 64, HEAD_DIM), (self.vector, group), self.groups * group, self.tile_bytes // self.item_bytes
+        return (
+            (1, 64, HEAD_DIM),
+            (self.vector, group),
+            self.groups * group,
+            self.tile_bytes // self.item_bytes,
+        )
 
     @property
     def vector_areas(self) -> dict[str, Area]:
@@ -193,7 +206,8 @@ class Found(NamedTuple):
 
 @cute.jit
 def look_up(A: Arguments, request: Int32, layer: Int32, P: cutlass.Constexpr) -> Found:
-    """Load all that has a known address at once: behind a branch each would be a round trip of its own."""
+    """Load all that has a known address at once: behind a branch each would be a round trip of its
+    own."""
     page = load_word(A.source, request)
     target = load_word(A.destination, request)
     row = load_word(A.record_rows, request)
@@ -210,7 +224,8 @@ def look_up(A: Arguments, request: Int32, layer: Int32, P: cutlass.Constexpr) ->
 
 @cute.jit
 def counts_of(found: Found, tokens: Int32, P: cutlass.Constexpr) -> tuple[Int32, Int32]:
-    """Tokens to fold, of a record that can hold so many, and of them those before a boundary: 0 for none."""
+    """Tokens to fold, of a record that can hold so many, and of them those before a boundary: 0 for
+    none."""
     n, m = min(found.length, tokens), found.before
     if const_expr(P.align):
         if m <= 0 or m > n or found.boundary <= 0:
@@ -225,15 +240,19 @@ def weights_of(A: Arguments, gate_row: Int32, tid: Int32) -> tuple[Float32, Floa
 
 
 def place(channel: Any, vector: int) -> Any:
-    """Where a key channel's vectors lie: the first four columns of all lanes, then the second four."""
+    """Where a key channel's vectors lie: the first four columns of all lanes, then the second
+    four."""
     return channel if vector == 4 else channel // 8 * 4 + channel % 4 + channel % 8 // 4 * 64
 
 
 @cute.jit
 def load_word(pointer: cute.Pointer, index: Int32) -> Any:
-    """One element; assembly, so that the load stays where it is written and doesn't sink behind a branch."""
+    """One element; assembly, so that the load stays where it is written and doesn't sink behind a
+    branch."""
     return arch.inline_ptx(
-        "ld.global.b32 {$w0}, [{$r0}];", write_only_types=[pointer.dtype], read_only_args=[(pointer + index).toint()]
+        "ld.global.b32 {$w0}, [{$r0}];",
+        write_only_types=[pointer.dtype],
+        read_only_args=[(pointer + index).toint()],
     )
 
 
@@ -249,7 +268,11 @@ def entry_of(table: cute.Pointer, layer: Int32) -> Any:
 
 @cute.jit
 def address_of(
-    entry: tuple[Int64, Int64], index: Int32, head: Int32, head_elements: Int32, item_bytes: cutlass.Constexpr
+    entry: tuple[Int64, Int64],
+    index: Int32,
+    head: Int32,
+    head_elements: Int32,
+    item_bytes: cutlass.Constexpr,
 ) -> Int64:
     """Global address of what a slot or row holds of one head; the next heads follow it."""
     base, pitch = entry
@@ -275,7 +298,8 @@ def weigh(
     tid: Int32,
     P: cutlass.Constexpr,
 ) -> None:
-    """The head's keys weighed, and decays, from its record, thread = key channel; ends with a CTA barrier.
+    """The head's keys weighed, and decays, from its record, thread = key channel; ends with a CTA
+    barrier.
 
     keys[:, t]   k^_t e^{L_n - L_t} for m <= t < n, k^_t e^{L_m - L_t} for t < m, zero from n on
     decay        e^{L_m} if m > 0, else e^{L_n}
@@ -284,7 +308,9 @@ def weigh(
     warp, lane = tid // 32, tid % 32
     warps = THREADS // 32
     # [4 keys, lane, token]
-    quads = cute.make_tensor(M.records.iterator, cute.make_layout((4, 32, MAX_TOKENS), stride=(1, 4, 2 * HEAD_DIM)))
+    quads = cute.make_tensor(
+        M.records.iterator, cute.make_layout((4, 32, MAX_TOKENS), stride=(1, 4, 2 * HEAD_DIM))
+    )
     squares = cute.make_rmem_tensor(MAX_TOKENS // warps, Float32)
     for j in range_constexpr(MAX_TOKENS // warps):
         quad = cute.make_rmem_tensor(4, BFloat16)
@@ -292,13 +318,16 @@ def weigh(
         squares[j] = Float32(0)
         for e in range_constexpr(4):
             squares[j] = squares[j] + quad[e].to(Float32) * quad[e].to(Float32)
-    # All tokens at once and no branches, so that the chains of the tokens overlap; what lies behind n is dropped.
+    # All tokens at once and no branches, so that the chains of the tokens overlap; what lies behind
+    # n is dropped.
     exp_A = blocks.exp(a_log)
     keys = cute.make_rmem_tensor(MAX_TOKENS, Float32)
     log_decays = cute.make_rmem_tensor(MAX_TOKENS, Float32)
     for t in range_constexpr(MAX_TOKENS):
         keys[t] = M.records[tid, t].to(Float32)
-        log_decay = blocks.log_decay(M.records[HEAD_DIM + tid, t].to(Float32), bias, exp_A, lower_bound)
+        log_decay = blocks.log_decay(
+            M.records[HEAD_DIM + tid, t].to(Float32), bias, exp_A, lower_bound
+        )
         if t >= n:
             log_decay = Float32(0)
         log_decays[t] = log_decay
@@ -333,7 +362,8 @@ def weigh(
 
 @cute.jit
 def rescale(M: Smem, m: Int32, tid: Int32, P: cutlass.Constexpr) -> None:
-    """From what `weigh` leaves for S_m to what it would for S_n, thread = key channel; ends with a CTA barrier."""
+    """From what `weigh` leaves for S_m to what it would for S_n, thread = key channel; ends with a
+    CTA barrier."""
     position = place(tid, P.vector)
     ratio, keys = M.ratio[tid], keys_of(M)
     for t in range_constexpr(MAX_TOKENS):
@@ -344,8 +374,11 @@ def rescale(M: Smem, m: Int32, tid: Int32, P: cutlass.Constexpr) -> None:
 
 
 @cute.jit
-def take_weighed(M: Smem, count: Int32, tid: Int32, P: cutlass.Constexpr) -> tuple[cute.Tensor, cute.Tensor]:
-    """This thread's part of what `weigh` left: keys [columns, tokens], zero from `count` on, and decay [columns]."""
+def take_weighed(
+    M: Smem, count: Int32, tid: Int32, P: cutlass.Constexpr
+) -> tuple[cute.Tensor, cute.Tensor]:
+    """This thread's part of what `weigh` left: keys [columns, tokens], zero from `count` on, and
+    decay [columns]."""
     lane = tid % P.lanes
     halves = P.columns // 4
     # (4 columns, lane, half, token): see `place`.
@@ -383,7 +416,8 @@ def fold_tile(
     tid: Int32,
     P: cutlass.Constexpr,
 ) -> None:
-    """Fold `count` tokens into a tile, the CTA's number `part`; the result goes to the address, or stays in place."""
+    """Fold `count` tokens into a tile, the CTA's number `part`; the result goes to the address, or
+    stays in place."""
     lane, group = tid % P.lanes, tid // P.lanes
     for step in cutlass.range(P.steps, unroll=1):
         raw = cute.make_rmem_tensor((P.vector, P.runs, P.rows), P.dtype)
@@ -394,7 +428,9 @@ def fold_tile(
         if const_expr(in_place):
             for r in range_constexpr(P.rows):
                 for j in range_constexpr(P.runs):
-                    cute.autovec_copy(raw[None, j, r], tiles[(None, j, r), (lane, group), step, stage])
+                    cute.autovec_copy(
+                        raw[None, j, r], tiles[(None, j, r), (lane, group), step, stage]
+                    )
         else:
             store_rows(raw, address, step, tid, P)
 
@@ -447,7 +483,9 @@ def add_tokens(
 
 
 @cute.jit
-def store_rows(folded: cute.Tensor, address: Int64, step: Int32, tid: Int32, P: cutlass.Constexpr) -> None:
+def store_rows(
+    folded: cute.Tensor, address: Int64, step: Int32, tid: Int32, P: cutlass.Constexpr
+) -> None:
     """A step's rows [vector, runs, rows] to the tile at the address."""
     nbytes = P.vector * P.item_bytes
     layout = cute.make_layout(P.tile_shape, stride=P.tile_stride)
@@ -459,4 +497,8 @@ def store_rows(folded: cute.Tensor, address: Int64, step: Int32, tid: Int32, P: 
     atom = cute.make_copy_atom(store, P.dtype, num_bits_per_copy=8 * nbytes, store_cache_mode=mode)
     for r in range_constexpr(P.rows):
         for j in range_constexpr(P.runs):
-            cute.copy(atom, folded[None, j, r], tile[(None, j, r), (tid % P.lanes, tid // P.lanes), step, 0])
+            cute.copy(
+                atom,
+                folded[None, j, r],
+                tile[(None, j, r), (tid % P.lanes, tid // P.lanes), step, 0],
+            )

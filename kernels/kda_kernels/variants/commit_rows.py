@@ -1,9 +1,13 @@
-"""KdaCommit with source=bulk or registers: a CTA per (rows_per_cta rows of a page, head, request, layer).
+"""KdaCommit with source=bulk or registers: a CTA per (rows_per_cta rows of a page, head, request,
+layer).
 
 More CTAs of an SM instead of stages:
-  load      everything at once: rows by one bulk copy or straight to registers; keys, gates, corrections by cp.async
-  weigh     thread c makes e^{L_n} and k^_t e^{L_n - L_t} of key channel c, meanwhile; a page's CTAs each make them
-  fold      thread = `columns` columns, some rows at a time; FP32; straight to the destination; with align first to S_m
+  load      everything at once: rows by one bulk copy or straight to registers; keys, gates,
+            corrections by cp.async
+  weigh     thread c makes e^{L_n} and k^_t e^{L_n - L_t} of key channel c, meanwhile; a page's CTAs
+            each make them
+  fold      thread = `columns` columns, some rows at a time; FP32; straight to the destination; with
+            align first to S_m
 """
 
 from __future__ import annotations
@@ -68,9 +72,15 @@ def kda_commit_rows(A: Arguments, P: cutlass.Constexpr) -> None:
     if n > 0 and found.page > 0 and found.target > 0 and found.row >= 0:
         first_row = part * P.rows_per_cta
         offset = Int64(first_row * (HEAD_DIM * P.item_bytes))
-        page = address_of(found.states, found.page, head, HEAD_DIM * HEAD_DIM, P.item_bytes) + offset
-        target_page = address_of(found.states, found.target, head, HEAD_DIM * HEAD_DIM, P.item_bytes) + offset
-        corrections = address_of(found.corrections, found.row, head, A.tokens * HEAD_DIM, 4) + first_row * 4
+        page = (
+            address_of(found.states, found.page, head, HEAD_DIM * HEAD_DIM, P.item_bytes) + offset
+        )
+        target_page = (
+            address_of(found.states, found.target, head, HEAD_DIM * HEAD_DIM, P.item_bytes) + offset
+        )
+        corrections = (
+            address_of(found.corrections, found.row, head, A.tokens * HEAD_DIM, 4) + first_row * 4
+        )
         records = address_of(found.records, found.row, head, A.tokens * 2 * HEAD_DIM, 2)
         raw = cute.make_rmem_tensor((P.vector, P.runs, P.rows, P.steps), P.dtype)
         if const_expr(P.source == "bulk"):
@@ -90,7 +100,10 @@ def kda_commit_rows(A: Arguments, P: cutlass.Constexpr) -> None:
         if const_expr(P.align):
             if m > 0:
                 boundary_page = (
-                    address_of(found.states, found.boundary, head, HEAD_DIM * HEAD_DIM, P.item_bytes) + offset
+                    address_of(
+                        found.states, found.boundary, head, HEAD_DIM * HEAD_DIM, P.item_bytes
+                    )
+                    + offset
                 )
                 # Keys of tokens >= m are already those of S_n: they stay out of S_m.
                 fold(M, raw, m, boundary_page, tid, P)
@@ -100,11 +113,16 @@ def kda_commit_rows(A: Arguments, P: cutlass.Constexpr) -> None:
 
 
 @cute.jit
-def fold(M: Smem, raw: cute.Tensor, count: Int32, address: Int64, tid: Int32, P: cutlass.Constexpr) -> None:
-    """`count` tokens into the CTA's rows, which wait in shared memory or `raw` and stay as they are, to an address."""
+def fold(
+    M: Smem, raw: cute.Tensor, count: Int32, address: Int64, tid: Int32, P: cutlass.Constexpr
+) -> None:
+    """`count` tokens into the CTA's rows, which wait in shared memory or `raw` and stay as they
+    are, to an address."""
     keys, decay = take_weighed(M, count, tid, P)
     if const_expr(P.source == "bulk"):
-        tile = cute.make_tensor(M.tile.iterator, cute.make_layout(P.tile_shape, stride=P.tile_stride))
+        tile = cute.make_tensor(
+            M.tile.iterator, cute.make_layout(P.tile_shape, stride=P.tile_stride)
+        )
         fold_tile(tile, 0, M.corrections, 0, keys, decay, count, address, False, tid, P)
     else:
         fold_registers(raw, M.corrections, keys, decay, count, address, tid, P)
@@ -112,13 +130,17 @@ def fold(M: Smem, raw: cute.Tensor, count: Int32, address: Int64, tid: Int32, P:
 
 @cute.jit
 def keep_order() -> None:
-    """Loads before this are issued before it: ptxas would put them off until behind a branch or a wait."""
+    """Loads before this are issued before it: ptxas would put them off until behind a branch or a
+    wait."""
     arch.sync_warp()
 
 
 @cute.jit
-def copy_tokens(shared: Int32, address: Int64, token_bytes: cutlass.Constexpr, n: Int32, tid: Int32) -> None:
-    """Start to copy the first `token_bytes` of the 512-byte records of tokens < n, packed; zeros from n on."""
+def copy_tokens(
+    shared: Int32, address: Int64, token_bytes: cutlass.Constexpr, n: Int32, tid: Int32
+) -> None:
+    """Start to copy the first `token_bytes` of the 512-byte records of tokens < n, packed; zeros
+    from n on."""
     token_pieces = token_bytes // 16
     for i in range_constexpr(ceil_div(MAX_TOKENS * token_pieces, THREADS)):
         piece = i * THREADS + tid
@@ -147,7 +169,9 @@ def fold_registers(
 ) -> None:
     """`fold` of rows in registers [vector, runs, rows, steps], which stay as they are."""
     for step in range_constexpr(P.steps):
-        rows = fold_rows(raw[None, None, None, step], corrections, keys, decay, count, tid // P.lanes, step, P)
+        rows = fold_rows(
+            raw[None, None, None, step], corrections, keys, decay, count, tid // P.lanes, step, P
+        )
         store_rows(rows, address, step, tid, P)
 
 
@@ -161,7 +185,9 @@ def load_rows(raw: cute.Tensor, address: Int64, tid: Int32, P: cutlass.Constexpr
     if const_expr(P.hints):
         priority = cute.nvgpu.CacheEvictionPriority.NO_ALLOCATE
     load = cute.nvgpu.CopyG2ROp()
-    atom = cute.make_copy_atom(load, P.dtype, num_bits_per_copy=8 * nbytes, l1c_evict_priority=priority)
+    atom = cute.make_copy_atom(
+        load, P.dtype, num_bits_per_copy=8 * nbytes, l1c_evict_priority=priority
+    )
     for step in range_constexpr(P.steps):
         for r in range_constexpr(P.rows):
             for j in range_constexpr(P.runs):

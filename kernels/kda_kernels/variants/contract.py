@@ -1,4 +1,5 @@
-"""What a variant's file says about itself, read from its text: to import it takes seconds, and the DSL.
+"""What a variant's file says about itself, read from its text: to import it takes seconds, and the
+DSL.
 
 Literals at the top of the file, by these names; all but the first two may be left out.
 
@@ -43,7 +44,15 @@ from kda_kernels.problem import KINDS, STATE_DTYPES, Kind, StateDtype
 
 Value = int | str | bool | None
 
-RULES = ("schedule", "ws_items", "stream_items", "wide_items", "stock_items", "fused_items", "fused_ws_items")
+RULES = (
+    "schedule",
+    "ws_items",
+    "stream_items",
+    "wide_items",
+    "stock_items",
+    "fused_items",
+    "fused_ws_items",
+)
 """Constants of a policy, docs/policy.md. `schedule` stands for its tables of options by heads and
 requests, which serve what no threshold takes; the variant of `stock_items` is also the last resort.
 """
@@ -60,7 +69,8 @@ class Option:
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a variant declares; the module's docstring explains each name. options: of its Spec, in order"""
+    """What a variant declares; the module's docstring explains each name. options: of its Spec, in
+    order"""
 
     kernels: tuple[str, ...]
     kinds: tuple[Kind, ...]
@@ -82,7 +92,9 @@ class Declaration:
         """Raises ValueError, naming the option, if it counts something and no values are listed."""
         found = self.tried.get(option, self.options[option].values)
         if not found:
-            raise ValueError(f"option {option} counts something: TRIED must list values, or GIVEN name it")
+            raise ValueError(
+                f"option {option} counts something: TRIED must list values, or GIVEN name it"
+            )
         return found
 
 
@@ -90,7 +102,8 @@ _NAMES = {f.name.upper(): f.name for f in fields(Declaration) if f.name != "opti
 
 
 def read(path: Path) -> Declaration:
-    """The declaration in a file. Raises ValueError, naming file, name and rule, for what is none."""
+    """The declaration in a file. Raises ValueError, naming file, name and rule, for what is
+    none."""
     body = ast.parse(path.read_text(encoding="utf-8")).body
     said, options = {}, None
     for node in body:
@@ -133,7 +146,9 @@ def _checked(said: Mapping[str, Any], options: Mapping[str, Option], where: str)
     for name, values, allowed in known:
         for value in values:
             if value not in allowed:
-                raise ValueError(f"{where}: {name}: {value!r} is not one of {', '.join(map(str, allowed))}")
+                raise ValueError(
+                    f"{where}: {name}: {value!r} is not one of {', '.join(map(str, allowed))}"
+                )
     return Declaration(options=options, **{_NAMES[name]: value for name, value in said.items()})
 
 
@@ -146,7 +161,8 @@ def _option(node: ast.AnnAssign, where: str) -> Option:
 
 
 def _type(annotation: ast.expr, where: str) -> tuple[type, tuple[Value, ...]]:
-    """int, str or bool, of `int | None` and of literals that of the first; values, if it counts nothing."""
+    """int, str or bool, of `int | None` and of literals that of the first; values, if it counts
+    nothing."""
     match annotation:
         case ast.Name(id="int" | "str" | "bool" as name):
             kind = {"int": int, "str": str, "bool": bool}[name]

@@ -1,16 +1,19 @@
-"""KDA replay steps: pending tokens folded into the state, then a window from it, in one pass over the state.
+"""KDA replay steps: pending tokens folded into the state, then a window from it, in one pass over
+the state.
 
 projected   [requests * tokens, pitch]     bf16   q, k, v | output gate | f_a | raw beta
 conv_state  [slots, 3D, W]                 bf16, any strides; read and rolled
 state       [slots, heads, V=128, K=128]   f32, read; written in place where tokens are pending
-corrections [rows, heads, Q, 128]          f32, the pending tokens' are read, then the window's written
+corrections [rows, heads, Q, 128]          f32, the pending tokens' are read, then the window's
+                                           written
 key_gates   [rows, heads, Q, 256]          bf16, the same
 pending     [rows]                         int32, tokens of a record row to fold
 out         [requests * tokens, D]         bf16
 
 Two kernels, by where the state waits until it is folded and multiplied:
   source=registers   `fused_cluster`: a cluster of `split` CTAs has an item
-  source=shared      `fused_lines`: a CTA has an item, whose state comes through shared memory, line by line
+  source=shared      `fused_lines`: a CTA has an item, whose state comes through shared memory, line
+                     by line
 Source: docs/operation.md, "The same, chunked" and "Commit: folding n accepted tokens".
 """
 
@@ -43,7 +46,12 @@ def forms(kind: str, state_dtype: str) -> list[dict[str, object]]:
     """Every form that is another kernel."""
     if state_dtype != "fp32":
         return []
-    lines: dict[str, object] = {"split": 1, "source": "shared", "fold": "late", "state_first": False}
+    lines: dict[str, object] = {
+        "split": 1,
+        "source": "shared",
+        "fold": "late",
+        "state_first": False,
+    }
     return [
         {"split": 1},
         {"split": 1, "gate_mode": 1},
@@ -64,21 +72,28 @@ class Spec:
     """Compile-time choices, and `pdl` of the launch.
 
     split              CTAs per item
-    threads            per CTA, 128 or 256; or, with source=shared, 256, 288 or 320: warps of their own to solve and
-                       to weigh
-    gate_mode          0: one chain of 8 tensor-core accumulations; 1: four chains of 2, summed in order
-    source             where state rows wait: registers; or shared memory, in lines of 128 bytes that are folded, stored
-                       and multiplied one after the other (takes split=1, fold=late, state_first=False)
-    fold               early: before the window's vectors are built; late: after, right before the products
+    threads            per CTA, 128 or 256; or, with source=shared, 256, 288 or 320: warps of their
+                       own to solve and to weigh
+    gate_mode          0: one chain of 8 tensor-core accumulations; 1: four chains of 2, summed in
+                       order
+    source             where state rows wait: registers; or shared memory, in lines of 128 bytes
+                       that are folded, stored and multiplied one after the other (takes split=1,
+                       fold=late, state_first=False)
+    fold               early: before the window's vectors are built; late: after, right before the
+                       products
     state_first        the state is asked for before the projection (and the PDL wait), not after
-    records            read all tokens of a record at once, or only the pending ones, when their count is known
+    records            read all tokens of a record at once, or only the pending ones, when their
+                       count is known
     bypass_l1          state loads don't allocate in L1
     stream_stores      the state is stored as streaming
-    ctas_per_sm        CTAs of an SM to compile for, which caps registers and, with source=shared, the lines of a state
-                       that there is room for at a time; 0: as many as never spill and hold whole states
-    streamable         16-byte copies of projection and window (docs/operation.md, "Streamable"); False: by element
+    ctas_per_sm        CTAs of an SM to compile for, which caps registers and, with source=shared,
+                       the lines of a state that there is room for at a time; 0: as many as never
+                       spill and hold whole states
+    streamable         16-byte copies of projection and window (docs/operation.md, "Streamable");
+                       False: by element
     conv_weight_dtype  of convolution weight and bias
-    window             most entries of a dim-first window that is copied whole; None: those of the problem
+    window             most entries of a dim-first window that is copied whole; None: those of the
+                       problem
     pdl                programmatic dependent launch
     """
 
@@ -157,8 +172,12 @@ def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
         return refused
     p = plan(problem, spec)
     if isinstance(p, fused_lines.Plan) and not p.fits:
-        return f"{p.smem_bytes} bytes of shared memory leave no room for ctas_per_sm={p.ctas_per_sm}"
-    return step.gate_refused(problem, p.least_log_gate) or step.smem_refused(p.smem_bytes, gpu.smem_per_block)
+        return (
+            f"{p.smem_bytes} bytes of shared memory leave no room for ctas_per_sm={p.ctas_per_sm}"
+        )
+    return step.gate_refused(problem, p.least_log_gate) or step.smem_refused(
+        p.smem_bytes, gpu.smem_per_block
+    )
 
 
 def _combination_refused(problem: Problem, spec: Spec) -> str | None:
@@ -178,13 +197,15 @@ def _combination_refused(problem: Problem, spec: Spec) -> str | None:
 
 
 def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
-    """From shapes alone; one binary serves all heads, requests and strides. Raises ValueError for unsupported pairs."""
+    """From shapes alone; one binary serves all heads, requests and strides. Raises ValueError for
+    unsupported pairs."""
     step.require("KdaFused", unsupported(problem, spec, gpu))
     host = fused_lines.HOST if spec.source == "shared" else fused_cluster.HOST
     return step.build(host, plan(problem, spec).on(gpu), spec, gpu)
 
 
 def launch(compiled: Compiled, operands: StepOperands, stream: int) -> None:
-    """Enqueue one step. Raises ValueError, naming the operand, for operands that the compiled kernel can't take."""
+    """Enqueue one step. Raises ValueError, naming the operand, for operands that the compiled
+    kernel can't take."""
     grid = (compiled.plan.cluster * operands.A_log.shape[0], operands.slots.shape[0], 1)
     step.enqueue("KdaFused", compiled, operands, stream, grid)

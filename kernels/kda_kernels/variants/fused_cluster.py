@@ -1,22 +1,25 @@
-"""KdaFused with source=registers: a cluster of `split` CTAs has an item, and its state in registers.
+"""KdaFused with source=registers: a cluster of `split` CTAs has an item, and its state in
+registers.
 
 CTA r owns rows, channels and gate features r*128/split .. of its item:
-  load      slot, record row, pending count; weights, window, record, projection (cp.async); gate weights and state rows
-            (registers: the state stays in flight until it is folded)
+  load      slot, record row, pending count; weights, window, record, projection (cp.async); gate
+            weights and state rows (registers: the state stays in flight until it is folded)
   gate      its features of all tokens on tensor cores, Gamma across lanes
   convolve  its channels of q, k, v of all tokens
-  weigh     two warps: k^_t e^{L_n - L_t} of the pending tokens and e^{L_n}, all columns, as fragments
+  weigh     two warps: k^_t e^{L_n - L_t} of the pending tokens and e^{L_n}, all columns, as
+            fragments
   exchange  q, k and Gamma of its channels go to the other CTAs by st.async, on one mbarrier per CTA
-  fold      S <- S e^{L_n} + U K on tensor cores, in the registers that hold S; stored where it came from
+  fold      S <- S e^{L_n} + U K on tensor cores, in the registers that hold S; stored where it came
+            from
   build     norms, and the 2q vectors as fragments; then keys, raw gates and window are written
   solve     A and B, a part per warp; one warp turns them into the triangles T and C
   multiply  the state with the vectors, by three products of BF16 terms
   finish    corrections and outputs; RMSNorm, its sums of squares to every CTA by st.async
-A record is overwritten by the one that replaces it: every CTA has read all of the old one when it sends, and writes
-the new one when it has received.
-From the fold on a warp has 16 rows and, in a CTA of fewer rows than 16 per warp, a part of the columns; the parts'
-products are summed in shared memory.
-No CTA leaves before it has received all that its peers send, so none is written to after its end.
+A record is overwritten by the one that replaces it: every CTA has read all of the old one when it
+sends, and writes the new one when it has received. From the fold on a warp has 16 rows and, in a
+CTA of fewer rows than 16 per warp, a part of the columns; the parts' products are summed in shared
+memory. No CTA leaves before it has received all that its peers send, so none is written to after
+its end.
 """
 
 # A condition known at compile time can't share an `if` with one of the running kernel.
@@ -40,7 +43,8 @@ from kda_kernels.parts.prologue import UNIT, Place, Record, Rows
 from kda_kernels.problem import CONV_WIDTH, HEAD_DIM, HISTORY, ceil_div
 
 _VECTORS, _SUMS, _SOLUTION = 0, 1, 2
-"""mbarriers: what the other CTAs send of q, k and Gamma; of sums of squares; the triangles are there."""
+"""mbarriers: what the other CTAs send of q, k and Gamma; of sums of squares; the triangles are
+there."""
 
 arch = cute.arch
 GMEM = cutlass.AddressSpace.gmem
@@ -89,12 +93,14 @@ class Plan(fold.Shape):
 
     @property
     def gate_warp(self) -> int:
-        """First of the warps that have a tile of gate features: where they can, they leave `fold.weigh` to others."""
+        """First of the warps that have a tile of gate features: where they can, they leave
+        `fold.weigh` to others."""
         return max(0, self.warps - fold.WEIGHING_WARPS - self.row_tiles)
 
     @property
     def token_groups(self) -> int:
-        """Groups of tokens that different threads convolve; the second never reaches back into the window."""
+        """Groups of tokens that different threads convolve; the second never reaches back into the
+        window."""
         return 2 if self.tokens > 4 and 3 * self.rows <= self.threads else 1
 
     @property
@@ -147,13 +153,17 @@ class Plan(fold.Shape):
 
     @property
     def ctas_per_sm(self) -> int:
-        """As asked for; else by shared memory and registers, 96 a thread, with 64 of state 128 or, in clusters, 168."""
+        """As asked for; else by shared memory and registers, 96 a thread, with 64 of state 128 or,
+        in clusters, 168."""
         if self.asked_ctas:
             return self.asked_ctas
         registers = 96
         if self.cells == self.row_cells:
             registers = 128 if self.split == 1 else 168
-        return min(SM_REGISTERS // (registers * self.threads), SM_SMEM_BYTES // (self.smem_bytes + RESERVED_SMEM_BYTES))
+        return min(
+            SM_REGISTERS // (registers * self.threads),
+            SM_SMEM_BYTES // (self.smem_bytes + RESERVED_SMEM_BYTES),
+        )
 
     def on(self, gpu: Gpu) -> Plan:
         """The plan for a GPU: with gate weights by eight bytes where those by sixteen spill.
@@ -264,7 +274,9 @@ def join_cluster(M: Smem, tid: Int32, P: cutlass.Constexpr) -> None:
 
 
 @cute.jit
-def place_of(A: Arguments, tid: Int32, warp: Int32, rank: Int32, head: Int32, P: cutlass.Constexpr) -> Place:
+def place_of(
+    A: Arguments, tid: Int32, warp: Int32, rank: Int32, head: Int32, P: cutlass.Constexpr
+) -> Place:
     channel = head * HEAD_DIM + rank * P.rows
     return Place(tid, warp, tid % 32, rank, head, channel, A.heads * HEAD_DIM)
 
@@ -280,9 +292,14 @@ def here(A: Arguments, P: cutlass.Constexpr) -> Place:
 
 @cute.jit
 def rows_of(A: Arguments, page: Int32, at: Place, P: cutlass.Constexpr) -> Int64:
-    """Address of a thread's first cell: of rows 2g, 2g + 1 of its warp's tile, in its warp's part of the columns."""
+    """Address of a thread's first cell: of rows 2g, 2g + 1 of its warp's tile, in its warp's part
+    of the columns."""
     tile = at.rank * P.row_tiles + at.warp % P.row_tiles
-    cell = (16 * tile + at.lane // 4 * 2) * fold.ROW_BYTES + at.warp // P.row_tiles * (P.cells * 64) + at.lane % 4 * 16
+    cell = (
+        (16 * tile + at.lane // 4 * 2) * fold.ROW_BYTES
+        + at.warp // P.row_tiles * (P.cells * 64)
+        + at.lane % 4 * 16
+    )
     address: Int64 = prologue.state_of(A, page, at.head, P) + Int64(cell)
     return address
 
@@ -293,9 +310,13 @@ def load_weights(A: Arguments, M: Smem, at: Place, P: cutlass.Constexpr) -> None
     prologue.load_taps(prologue.copy_rows, A, M, Int64(at.D) * P.weight_bytes, 0, at, P)
     used, none = prologue.tap_units(P), Int64(0)
     rows = Rows(1, 1, HEAD_DIM // 4, first=used)
-    prologue.copy_rows(M.dt_bias.iterator, A.dt_bias + Int64(at.head * HEAD_DIM) * 4, none, none, rows, at, P)
+    prologue.copy_rows(
+        M.dt_bias.iterator, A.dt_bias + Int64(at.head * HEAD_DIM) * 4, none, none, rows, at, P
+    )
     rows = Rows(1, 1, P.rows // 4, first=used + HEAD_DIM // 4)
-    prologue.copy_rows(M.norm_weight.iterator, A.norm_weight + Int64(at.rank * P.rows) * 4, none, none, rows, at, P)
+    prologue.copy_rows(
+        M.norm_weight.iterator, A.norm_weight + Int64(at.rank * P.rows) * 4, none, none, rows, at, P
+    )
     if at.tid == P.threads - 1:
         blocks.copy_async(M.A_log.iterator.toint(), A.A_log + Int64(at.head) * 4, 4)
 
@@ -356,7 +377,8 @@ def load_item(
 
 @cute.jit
 def load_record(M: Smem, record: Record, count: Int32, at: Place, P: cutlass.Constexpr) -> None:
-    """Keys and gates, and this CTA's rows of the corrections, of a record's first `count` tokens."""
+    """Keys and gates, and this CTA's rows of the corrections, of a record's first `count`
+    tokens."""
     fold.load_keys(M, record, count, at.tid, P)
     tokens = Int32(0)
     if record.row >= 0:
@@ -424,7 +446,8 @@ def gate_features(
     none = Record(Int32(-1), Int64(0), Int64(0))
     chunked.store_gammas(raw, M.gamma, M.dt_bias, exp_A, lower_bound, none, tile, at.lane, P)
     gates = cute.make_tensor(
-        cute.recast_ptr(M.raw_gates.iterator, dtype=Uint32), cute.make_layout((P.rows // 2, P.tokens))
+        cute.recast_ptr(M.raw_gates.iterator, dtype=Uint32),
+        cute.make_layout((P.rows // 2, P.tokens)),
     )
     place = 8 * (tile - at.rank * P.row_tiles) + at.lane // 4
     for side in range_constexpr(2):
@@ -435,14 +458,17 @@ def gate_features(
 
 @cute.jit
 def convolve(M: Smem, window: Window, at: Place, P: cutlass.Constexpr) -> None:
-    """Two channels of one of q, k, v, a group of tokens; a window that is copied whole is rolled in shared memory."""
+    """Two channels of one of q, k, v, a group of tokens; a window that is copied whole is rolled in
+    shared memory."""
     pairs = P.rows // 2
     group = at.tid // (3 * pairs)
     part, pair = at.tid // pairs % 3, at.tid % pairs
     x = conv_window.inputs_by_pair(M, P)
     results = cute.make_tensor(
         cute.recast_ptr(M.qkv.iterator, dtype=Uint32),
-        cute.make_layout((HEAD_DIM // 2, 3, P.tokens), stride=(1, HEAD_DIM // 2, chunked.QKV_PITCH // 2)),
+        cute.make_layout(
+            (HEAD_DIM // 2, 3, P.tokens), stride=(1, HEAD_DIM // 2, chunked.QKV_PITCH // 2)
+        ),
     )
     weight = cute.make_rmem_tensor((2, CONV_WIDTH), P.conv_dtype)
     bias = cute.make_rmem_tensor(2, P.conv_dtype)
@@ -497,7 +523,9 @@ def send_vectors(M: Smem, at: Place, P: cutlass.Constexpr) -> None:
 
 
 @cute.jit
-def fold_state(A: Arguments, S: cute.Tensor, M: Smem, page: Int32, n: Int32, P: cutlass.Constexpr) -> None:
+def fold_state(
+    A: Arguments, S: cute.Tensor, M: Smem, page: Int32, n: Int32, P: cutlass.Constexpr
+) -> None:
     """If tokens are pending: S e^{L_n} + U K of this thread's cells, in place and to the page."""
     if n > 0:
         at = here(A, P)
@@ -545,7 +573,9 @@ def solve(M: Smem, head: Int32, warp: Int32, lane: Int32, P: cutlass.Constexpr) 
 
 
 @cute.jit
-def multiply(sums: cute.Tensor, S: cute.Tensor, M: Smem, part: Int32, lane: Int32, P: cutlass.Constexpr) -> None:
+def multiply(
+    sums: cute.Tensor, S: cute.Tensor, M: Smem, part: Int32, lane: Int32, P: cutlass.Constexpr
+) -> None:
     """Add the products of this thread's cells with the window's vectors."""
     address = M.fragments.iterator.toint() + part * (P.cells * P.step_bytes)
     pointer = cute.make_ptr(Uint8, address, SMEM, assumed_align=16)
@@ -591,7 +621,9 @@ def put_part(sums: cute.Tensor, M: Smem, warp: Int32, lane: Int32, P: cutlass.Co
 
 
 @cute.jit
-def add_parts(sums: cute.Tensor, M: Smem, row_tile: Int32, lane: Int32, P: cutlass.Constexpr) -> None:
+def add_parts(
+    sums: cute.Tensor, M: Smem, row_tile: Int32, lane: Int32, P: cutlass.Constexpr
+) -> None:
     """The sums of all warps that share a tile of rows."""
     sums.fill(Float32(0))
     for part in range_constexpr(P.column_parts):
@@ -619,7 +651,9 @@ def finish_tile(A: Arguments, sums: cute.Tensor, M: Smem, row: Int32, P: cutlass
         send_squares(M, own_tile, at.lane, P)
     factors = chunked.output_factors(M.out_gate, M.norm_weight, tile, at.lane, P)
     if row >= 0:
-        chunked.store_corrections(u, prologue.record_of(A, row, at.head).corrections, own_tile, at.lane, P)
+        chunked.store_corrections(
+            u, prologue.record_of(A, row, at.head).corrections, own_tile, at.lane, P
+        )
     first = Int64(blocks.special("%ctaid.y") * P.tokens)
     results = A.out + (first * at.D + at.head * HEAD_DIM) * 2
     if const_expr(P.split > 1):
@@ -637,7 +671,10 @@ def send_squares(M: Smem, own_tile: Int32, lane: Int32, P: cutlass.Constexpr) ->
     if lane < P.slots:
         place = lane * chunked.WARPS + (own_tile ^ (lane // 4 * 4))
         square = M.squares[place]
-        address, barrier = M.sums.iterator.toint() + place * 4, M.barriers.iterator.toint() + 8 * _SUMS
+        address, barrier = (
+            M.sums.iterator.toint() + place * 4,
+            M.barriers.iterator.toint() + 8 * _SUMS,
+        )
         for cta in range_constexpr(P.split):
             blocks.send(blocks.peer(address, Int32(cta)), blocks.peer(barrier, Int32(cta)), square)
 

@@ -1,17 +1,21 @@
 """KdaFused with source=shared: a CTA has an item, and its state passes through shared memory.
 
-The state comes by cp.async in lines of 128 bytes, a warp's 16 rows for itself, so that no barrier of the CTA stands
-before them:
-  load      slot, record row; vectors, projection, window, record (cp.async); gate and convolution weights and the old
-            corrections (registers); as many lines of the state as there is room for (cp.async)
-  gate      its features of all tokens on tensor cores, Gamma across lanes; raw gates on to the record, which nobody
-            needs any more
-  convolve  q, k, v of all tokens on six warps; weigh, on two others: the pending tokens' keys, as fragments
+The state comes by cp.async in lines of 128 bytes, a warp's 16 rows for itself, so that no barrier
+of the CTA stands before them:
+  load      slot, record row; vectors, projection, window, record (cp.async); gate and convolution
+            weights and the old corrections (registers); as many lines of the state as there is room
+            for (cp.async)
+  gate      its features of all tokens on tensor cores, Gamma across lanes; raw gates on to the
+            record, which nobody needs any more
+  convolve  q, k, v of all tokens on six warps; weigh, on two others: the pending tokens' keys, as
+            fragments
   build     norms, and the 2q vectors as fragments
   solve     A and B, T and C
-  advance   each line: folded, stored by whole lines if tokens are pending, multiplied; its room goes to the next one
+  advance   each line: folded, stored by whole lines if tokens are pending, multiplied; its room
+            goes to the next one
   finish    corrections and outputs; RMSNorm
-More than eight warps: the last one solves, while the first eight have the state, and the last two weigh.
+More than eight warps: the last one solves, while the first eight have the state, and the last two
+weigh.
 """
 
 # A condition known at compile time can't share an `if` with one of the running kernel.
@@ -51,8 +55,8 @@ class Plan(fold.Shape):
 
     @property
     def areas(self) -> dict[str, Area]:
-        """In the place of x, f_a and the record's keys and gates: the fragments. In that of gamma: A and B, a part per
-        step."""
+        """In the place of x, f_a and the record's keys and gates: the fragments. In that of gamma:
+        A and B, a part per step."""
         tokens, entries = self.tokens, self.history + self.tokens
         f_a, keys = 2 * HEAD_DIM * 3 * entries, 2 * HEAD_DIM * (3 * entries + tokens)
         history = Area(BFloat16, (HEAD_DIM, 3, entries), inside="x")
@@ -143,7 +147,9 @@ def kda_fused_lines(A: Arguments, P: cutlass.Constexpr) -> None:
         exp_A = blocks.exp(M.A_log[0])
         if warp < chunked.WARPS:
             raw = gate_product.product(gate_weights, M.f_a, lane, P)
-            chunked.store_gammas(raw, M.gamma, M.dt_bias, exp_A, A.lower_bound, record, warp, lane, P)
+            chunked.store_gammas(
+                raw, M.gamma, M.dt_bias, exp_A, A.lower_bound, record, warp, lane, P
+            )
         if warp < chunked.CONVOLVING_WARPS:
             chunked.convolve_with(taps, bias, M, M.qkv, window, record, at.tid, P)
         if warp >= P.warps - fold.WEIGHING_WARPS:
@@ -154,7 +160,9 @@ def kda_fused_lines(A: Arguments, P: cutlass.Constexpr) -> None:
         arch.sync_threads()
 
         if warp < chunked.WARPS:
-            chunked.build_fragments(M.fragments, M.qkv, M.gamma, A.scale, warp, chunked.WARPS, lane, P)
+            chunked.build_fragments(
+                M.fragments, M.qkv, M.gamma, A.scale, warp, chunked.WARPS, lane, P
+            )
         if const_expr(P.layout == "rows"):
             conv_window.store_all(M, window, at, P)
         arch.sync_threads()
@@ -220,7 +228,8 @@ def advance(
     lane: Int32,
     P: cutlass.Constexpr,
 ) -> None:
-    """The warp's rows, line by line: folded, stored if n > 0, multiplied. u: of `fold.load_corrections`."""
+    """The warp's rows, line by line: folded, stored if n > 0, multiplied. u: of
+    `fold.load_corrections`."""
     old = fold.corrections_fragment(u, n, lane, P)
     # Rolled: the compiler would put off the products of a line until the last one has arrived.
     for line in cutlass.range(P.lines, unroll=1):
@@ -274,7 +283,8 @@ def results_of(A: Arguments, at: Place, P: cutlass.Constexpr) -> Int64:
 
 @cute.jit
 def ask_line(M: Smem, state: Int64, line: Int32, at: Place, P: cutlass.Constexpr) -> None:
-    """A line of the state at an address to its room, which the line `staged` before it must have left."""
+    """A line of the state at an address to its room, which the line `staged` before it must have
+    left."""
     cells = M.state.iterator.toint() + (line % P.staged * chunked.LINE_BYTES + 16 * at.tid)
     chunked.copy_line(cells, state, line, at.warp, at.lane, Int64(0), False, P)
 

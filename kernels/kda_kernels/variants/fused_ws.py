@@ -1,31 +1,39 @@
-"""KDA replay steps: persistent, two CTAs of 256 threads per SM, the next item loaded during this one.
+"""KDA replay steps: persistent, two CTAs of 256 threads per SM, the next item loaded during this
+one.
 
 projected   [requests * tokens, pitch]     bf16   q, k, v | output gate | f_a | raw beta
 conv_state  [slots, 3D, W]                 bf16, dim-first or window-major; read and rolled
 state       [slots, heads, V=128, K=128]   f32, read; written in place where tokens are pending
-corrections [rows, heads, Q, 128]          f32, the pending tokens' are read, then the window's written
+corrections [rows, heads, Q, 128]          f32, the pending tokens' are read, then the window's
+                                           written
 key_gates   [rows, heads, Q, 256]          bf16, the same
 pending     [rows]                         int32, tokens of a record row to fold
 out         [requests * tokens, D]         bf16
 
-KdaFused's arithmetic on KdaStream's walk: a CTA has a run of items that mostly share a head, whose gate weights stay in
-registers. A ring of lines in shared memory, of which each is read only by the warp that copied it, runs from one item's
-state into the next one's, so that no barrier of the CTA stands between copies. Per item:
-  prologue   gate on tensor cores, convolution on six warps, the pending tokens' weighed keys on two; new keys and gates
-             to the record, whose old ones are in shared memory. Window rolled
-  build      norms, and the 2q vectors as fragments; the pending tokens' corrections as fragments, to registers
+KdaFused's arithmetic on KdaStream's walk: a CTA has a run of items that mostly share a head, whose
+gate weights stay in registers. A ring of lines in shared memory, of which each is read only by the
+warp that copied it, runs from one item's state into the next one's, so that no barrier of the CTA
+stands between copies. Per item:
+  prologue   gate on tensor cores, convolution on six warps, the pending tokens' weighed keys on
+             two; new keys and gates to the record, whose old ones are in shared memory. Window
+             rolled
+  build      norms, and the 2q vectors as fragments; the pending tokens' corrections as fragments,
+             to registers
   solve      A and B, a part per warp; one warp makes the triangles T and C of them
-  ask        the next item's operands, and as much of its record as is pending, in place of this item's
-  advance    each line: folded, stored by whole lines if tokens are pending, multiplied; its room goes to the line
-             `staged` later in the walk
-  finish     corrections and outputs; RMSNorm and output gate, behind the barrier that hands over what was asked for
-Barriers per item: 5. Null items are computed from whatever is there, and not stored. What an item needs is looked up an
-item ahead: slot and record row come with the operands of the item before, the count of pending tokens during it.
+  ask        the next item's operands, and as much of its record as is pending, in place of this
+             item's
+  advance    each line: folded, stored by whole lines if tokens are pending, multiplied; its room
+             goes to the line `staged` later in the walk
+  finish     corrections and outputs; RMSNorm and output gate, behind the barrier that hands over
+             what was asked for
+Barriers per item: 5. Null items are computed from whatever is there, and not stored. What an item
+needs is looked up an item ahead: slot and record row come with the operands of the item before, the
+count of pending tokens during it.
 
-Budget per item at the memory floor of an H200's SM: q=4 4.8 us, q=8 5.4 us, some 9500 and 10700 clocks; a CTA has twice
-as long. Needed by count of instructions at q=8: half of the issue slots. Copies in flight while both CTAs of an SM are
-in their prologues: `staged` lines each, 96 KiB and more, for which the SM's part of the bandwidth takes 3 us, and 6 us
-where as much is written.
+Budget per item at the memory floor of an H200's SM: q=4 4.8 us, q=8 5.4 us, some 9500 and 10700
+clocks; a CTA has twice as long. Needed by count of instructions at q=8: half of the issue slots.
+Copies in flight while both CTAs of an SM are in their prologues: `staged` lines each, 96 KiB and
+more, for which the SM's part of the bandwidth takes 3 us, and 6 us where as much is written.
 Source: docs/operation.md, "The same, chunked" and "Commit: folding n accepted tokens".
 """
 
@@ -78,14 +86,18 @@ arch = cute.arch
 class Spec:
     """Compile-time choices; `most_items` and `pdl` are of the launch.
 
-    gate_mode          0: one chain of 8 tensor-core accumulations; 1: four chains of 2, summed in order
+    gate_mode          0: one chain of 8 tensor-core accumulations; 1: four chains of 2, summed in
+                       order
     staged             lines of a state that there is room for, 2..4; None: as many as fit
-    records            pending: only the pending tokens of a record are read, but for a CTA's first item; all: all
-    ahead              a CTA's first state is asked for before the PDL wait; its first prologue then waits for it
+    records            pending: only the pending tokens of a record are read, but for a CTA's first
+                       item; all: all
+    ahead              a CTA's first state is asked for before the PDL wait; its first prologue then
+                       waits for it
     stream_stores      the state is stored as streaming
     conv_weight_dtype  of convolution weight and bias
     window             most entries of a dim-first window; None: those of the problem
-    most_items         of a CTA: with more, CTAs come one after the other, each as an SM is ready for it; None: no limit
+    most_items         of a CTA: with more, CTAs come one after the other, each as an SM is ready
+                       for it; None: no limit
     pdl                programmatic dependent launch
     """
 
@@ -109,7 +121,8 @@ class Plan(fold.Shape):
 
     @property
     def taps_shared(self) -> bool:
-        """Convolution weights wait in cells of shared memory that are private to the threads, not in registers."""
+        """Convolution weights wait in cells of shared memory that are private to the threads, not
+        in registers."""
         return True
 
     @property
@@ -201,13 +214,15 @@ def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
 
 
 def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
-    """From shapes alone; one binary serves all heads, requests and strides. Raises ValueError for unsupported pairs."""
+    """From shapes alone; one binary serves all heads, requests and strides. Raises ValueError for
+    unsupported pairs."""
     step.require("KdaFusedWS", unsupported(problem, spec, gpu))
     return step.build(_HOST, plan(problem, spec), spec, gpu)
 
 
 def launch(compiled: Compiled, operands: StepOperands, stream: int) -> None:
-    """Enqueue one step. Raises ValueError, naming the operand, for operands that the compiled kernel can't take."""
+    """Enqueue one step. Raises ValueError, naming the operand, for operands that the compiled
+    kernel can't take."""
     heads, requests = operands.A_log.shape[0], operands.slots.shape[0]
     runs = walk.HALVED.runs(heads, requests, compiled.sms, compiled.most_items)
     step.enqueue("KdaFusedWS", compiled, operands, stream, runs.grid, runs.per)
@@ -228,7 +243,9 @@ def kda_fused_ws(A: Arguments, P: cutlass.Constexpr) -> None:
     item, count = walk.HALVED.first(cta, ctas, A.per, A.heads, A.requests)
 
     # The slot must be the first load: behind the copies it comes back a microsecond later.
-    numbers = blocks.at(Int32, streaming.number_address(A, item.request, min(at.lane, 1), P), Int32(0))
+    numbers = blocks.at(
+        Int32, streaming.number_address(A, item.request, min(at.lane, 1), P), Int32(0)
+    )
     M = smem.allocate(P.areas)
     weights = streaming.weight_registers(P)
     numbers, pending = ask_first(A, M, weights, item, numbers, count, at, P)
@@ -273,8 +290,8 @@ def ask_first(
     at: Place,
     P: cutlass.Constexpr,
 ) -> tuple[Int32, Int32]:
-    """A CTA's first item, of `count`: its operands are there, its state is asked for. Returns its numbers and its
-    pending tokens.
+    """A CTA's first item, of `count`: its operands are there, its state is asked for. Returns its
+    numbers and its pending tokens.
     """
     streaming.ask_constants(A, M, at, P)
     streaming.ask_parameters(A, M, item, count > 0, count > 1, at, P)
@@ -304,28 +321,48 @@ def ask_first(
 
 @cute.jit
 def prepare(
-    A: Arguments, M: Smem, weights: Weights, n: Int32, record: Record, window: Window, at: Place, P: cutlass.Constexpr
+    A: Arguments,
+    M: Smem,
+    weights: Weights,
+    n: Int32,
+    record: Record,
+    window: Window,
+    at: Place,
+    P: cutlass.Constexpr,
 ) -> None:
-    """Decays multiplied up; q, k and v, of a dim-first window rolled; the n pending tokens' weighed keys."""
+    """Decays multiplied up; q, k and v, of a dim-first window rolled; the n pending tokens' weighed
+    keys."""
     raw = gate_product.raw_gates(weights.gate, M.f_a, at.lane, P)
     exp_A = blocks.exp(M.A_log[0])
     chunked.store_gammas(raw, M.gamma, M.dt_bias, exp_A, A.lower_bound, record, at.warp, at.lane, P)
     if at.warp < chunked.CONVOLVING_WARPS:
         cute.autovec_copy(M.taps[None, at.tid, None], weights.taps)
-        chunked.convolve_with(weights.taps, weights.taps[None, CONV_WIDTH], M, M.qkv, window, record, at.tid, P)
+        chunked.convolve_with(
+            weights.taps, weights.taps[None, CONV_WIDTH], M, M.qkv, window, record, at.tid, P
+        )
     else:
         fold.weigh(M, n, exp_A, A.lower_bound, at.warp - chunked.CONVOLVING_WARPS, at.lane, P)
 
 
 @cute.jit
 def replay_item(
-    A: Arguments, M: Smem, weights: Weights, turn: Turn, n: Int32, pending: Int32, at: Place, P: cutlass.Constexpr
+    A: Arguments,
+    M: Smem,
+    weights: Weights,
+    turn: Turn,
+    n: Int32,
+    pending: Int32,
+    at: Place,
+    P: cutlass.Constexpr,
 ) -> Place:
-    """Build, solve, ask, advance and finish. n: tokens to fold; pending: those of the item after."""
+    """Build, solve, ask, advance and finish. n: tokens to fold; pending: those of the item
+    after."""
     beta = M.beta[turn.item.head % 2, min(at.lane % P.slots, P.tokens - 1)].to(Float32)
     factors = chunked.output_factors(M.out_gate, M.norm_weight, at.warp, at.lane, P)
     old = fold.old_corrections(M, n, at.warp, at.lane, P)
-    chunked.build_fragments(M.fragments, M.qkv, M.gamma, A.scale, at.warp, chunked.WARPS, at.lane, P)
+    chunked.build_fragments(
+        M.fragments, M.qkv, M.gamma, A.scale, at.warp, chunked.WARPS, at.lane, P
+    )
     at = streaming.meet()
     chunked.token_products(M.fragments, M.partials, at.warp, at.lane, P)
     at = streaming.meet()
@@ -370,7 +407,8 @@ def ask_request(
     at: Place,
     P: cutlass.Constexpr,
 ) -> None:
-    """A request's window, of layout taps with n pending tokens, and the first `tokens` of its record."""
+    """A request's window, of layout taps with n pending tokens, and the first `tokens` of its
+    record."""
     if request.page > 0:
         window = fold.window_of(A, request.page, n)
         streaming.ask_window(A, M, window, head, at, P)
@@ -388,8 +426,11 @@ def ask_request(
 
 
 @cute.jit
-def ask_next(A: Arguments, M: Smem, turn: Turn, pending: Int32, at: Place, P: cutlass.Constexpr) -> None:
-    """All operands of the item after this one, as one group of copies. pending: its tokens to fold."""
+def ask_next(
+    A: Arguments, M: Smem, turn: Turn, pending: Int32, at: Place, P: cutlass.Constexpr
+) -> None:
+    """All operands of the item after this one, as one group of copies. pending: its tokens to
+    fold."""
     request = request_of(turn.following)
     if turn.left > 0:
         later = streaming.after(A, turn.item)
@@ -411,7 +452,8 @@ def ask_first_state(
     at: Place,
     P: cutlass.Constexpr,
 ) -> None:
-    """A head's gate weights, and as much of a CTA's first state as there is room for, a group of copies per line."""
+    """A head's gate weights, and as much of a CTA's first state as there is room for, a group of
+    copies per line."""
     streaming.load_weights(A, weights, head, Int32(0), at, P)
     # Keeps these loads in front of the state's copies: behind them, they would come late.
     arch.sync_warp()
@@ -423,8 +465,11 @@ def ask_first_state(
 
 
 @cute.jit
-def ask_line(M: Smem, state: Int64, line: Int32, nth: Int32, at: Place, P: cutlass.Constexpr) -> None:
-    """A line of the state at an address, to its place of the ring: the line is the nth of the CTA's walk."""
+def ask_line(
+    M: Smem, state: Int64, line: Int32, nth: Int32, at: Place, P: cutlass.Constexpr
+) -> None:
+    """A line of the state at an address, to its place of the ring: the line is the nth of the CTA's
+    walk."""
     cells = line_of(M, nth, P) + 16 * at.tid
     chunked.copy_line(cells, state, line, at.warp, at.lane, Int64(0), False, P)
 
@@ -435,14 +480,18 @@ def line_of(M: Smem, nth: Int32, P: cutlass.Constexpr) -> Int32:
 
 
 @cute.jit
-def advance(A: Arguments, M: Smem, turn: Turn, n: Int32, old: tuple[Uint32, ...], P: cutlass.Constexpr) -> cute.Tensor:
-    """The state folded, stored if n > 0, and its products with the vectors. old: of `fold.old_corrections`.
+def advance(
+    A: Arguments, M: Smem, turn: Turn, n: Int32, old: tuple[Uint32, ...], P: cutlass.Constexpr
+) -> cute.Tensor:
+    """The state folded, stored if n > 0, and its products with the vectors. old: of
+    `fold.old_corrections`.
 
-    A line that was asked for before the next item's operands has as many younger groups as `staged`: its successors and
-    the operands. One that was asked for since has one less.
+    A line that was asked for before the next item's operands has as many younger groups as
+    `staged`: its successors and the operands. One that was asked for since has one less.
     """
     page, following = request_of(turn.numbers).page, request_of(turn.following).page
-    # One chain of accumulations per tile in the place of two: the registers that it saves are those that would spill.
+    # One chain of accumulations per tile in the place of two: the registers that it saves are those
+    # that would spill.
     total = cute.make_rmem_tensor((4, P.tiles), Float32)
     total.fill(Float32(0))
     sums = cute.make_tensor(total.iterator, cute.make_layout((4, 2, P.tiles), stride=(1, 0, 4)))

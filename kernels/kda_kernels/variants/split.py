@@ -2,14 +2,17 @@
 
 projected   [requests * tokens, pitch]     bf16   q, k, v | output gate | f_a | raw beta
 conv_state  [slots, 3D, W]                 bf16, any strides; read and rolled
-state       [slots, heads, V=128, K=128]   f32 or bf16; updated (decode), read and written (spec), read (record)
+state       [slots, heads, V=128, K=128]   f32 or bf16; updated (decode), read and written (spec),
+            read (record)
 corrections [rows, heads, Q, 128]          f32, written (record)
 key_gates   [rows, heads, Q, 256]          bf16, written (record)
 out         [requests * tokens, D]         bf16
 
-CTA r of a cluster owns rows, channels and gate features r*128/split .. of its item. Two forms, a kernel each:
+CTA r of a cluster owns rows, channels and gate features r*128/split .. of its item. Two forms, a
+kernel each:
   recurrence  token by token, all kinds: `kda_kernels.variants.split_recurrence`
-  chunked     all tokens of a window at once, on tensor cores, kind record: `kda_kernels.variants.split_chunked`
+  chunked     all tokens of a window at once, on tensor cores, kind record:
+              `kda_kernels.variants.split_chunked`
 """
 
 from __future__ import annotations
@@ -45,7 +48,13 @@ def forms(kind: str, state_dtype: str) -> list[dict[str, object]]:
     if kind != "record":
         return []
     return [
-        {"form": "chunked", "split": split, "threads": threads, "gate_mode": gate_mode, "terms": terms}
+        {
+            "form": "chunked",
+            "split": split,
+            "threads": threads,
+            "gate_mode": gate_mode,
+            "terms": terms,
+        }
         for gate_mode in (0, 1)
         for terms in ((1, 2) if state_dtype == "bf16" else (2,))
         for split, threads in ((1, 256), (2, 128), (2, 256), (4, 128), (8, 128))
@@ -53,7 +62,8 @@ def forms(kind: str, state_dtype: str) -> list[dict[str, object]]:
 
 
 def more_cases(name: str, purpose: str) -> list[Case]:
-    """Of the recurrence: it has too many choices to combine each with every layout, state type and head count."""
+    """Of the recurrence: it has too many choices to combine each with every layout, state type and
+    head count."""
     steps, typical = steps_of(KINDS), steps_of(KINDS, TYPICAL)
     found, splits, stagings = [], (1, 2, 4, 8), ("registers", "shared")
     if purpose == "compile":
@@ -61,14 +71,21 @@ def more_cases(name: str, purpose: str) -> list[Case]:
             choices: dict[str, Any] = {"split": split, "staging": staging}
             found.append(case(name, choices, Problem(kind, 1, 12, q, state_dtype=dtype)))
         for (kind, q), split, gate_mode in product(typical, splits, (0, 1)):
-            found.append(case(name, {"split": split, "gate_mode": gate_mode}, Problem(kind, 1, 12, q)))
+            found.append(
+                case(name, {"split": split, "gate_mode": gate_mode}, Problem(kind, 1, 12, q))
+            )
         return found
     # All choices on a small problem with null slots, padding and permuted rows ...
     for (kind, q), split, staging, gate_mode in product(steps, splits, stagings, (0, 1, 2)):
         choices = {"split": split, "staging": staging, "gate_mode": gate_mode}
         found.append(case(name, choices, Problem(kind, 5, 3, q), pad=64, null_requests=(1, 3)))
     # ... then layouts, state types, inputs, head counts and batches, one after the other.
-    awkward: dict[str, Any] = {"pad": 64, "null_requests": (2,), "inputs": "generic", "conv_bias": False}
+    awkward: dict[str, Any] = {
+        "pad": 64,
+        "null_requests": (2,),
+        "inputs": "generic",
+        "conv_bias": False,
+    }
     for (kind, q), split, layout, dtype in product(steps, splits, CONV_LAYOUTS, STATE_DTYPES):
         problem = Problem(kind, 6, 6, q, state_dtype=dtype, conv_layout=layout)
         found.append(case(name, {"split": split, "spin": split > 1}, problem, **awkward))
@@ -86,17 +103,21 @@ class Spec:
     lanes_per_row      lanes that share a state row
     staging            state rows wait in registers, or in shared memory (cp.async)
     evict              evict-first in L2 for staged state
-    gate_mode          0: one chain of 8 tensor-core accumulations; 1: four chains of 2, summed in order;
-                       2: FP32 dot products
-    stream_hints       state passes L1 by, and is stored as streaming: gains below some 1000 items, costs above
+    gate_mode          0: one chain of 8 tensor-core accumulations; 1: four chains of 2, summed in
+                       order; 2: FP32 dot products
+    stream_hints       state passes L1 by, and is stored as streaming: gains below some 1000 items,
+                       costs above
     state_late         state is asked for when the other operands have landed, not at once
-    streamable         16-byte copies of projection and window (docs/operation.md, "Streamable"); False: by element
+    streamable         16-byte copies of projection and window (docs/operation.md, "Streamable");
+                       False: by element
     conv_weight_dtype  of convolution weight and bias
-    window             most entries of a dim-first window that is copied whole; None: those of the problem
+    window             most entries of a dim-first window that is copied whole; None: those of the
+                       problem
     spin               what other CTAs send is polled for, not slept for
     form               recurrence; chunked: `kda_kernels.variants.split_chunked`, records only
     terms              BF16 terms of vectors in form chunked; 1 is for BF16 state
-    pdl                programmatic dependent launch: all but the projection is asked for before its wait
+    pdl                programmatic dependent launch: all but the projection is asked for before its
+                       wait
     """
 
     split: int = 1
@@ -135,8 +156,12 @@ def plan(problem: Problem, spec: Spec) -> split_recurrence.Plan | split_chunked.
         "spin": spec.spin,
     }
     if spec.form == "chunked":
-        return split_chunked.Plan(**of_both, terms=2 if problem.state_dtype == "fp32" else spec.terms)
-    return split_recurrence.Plan(**of_both, lanes=spec.lanes_per_row, staging=spec.staging, evict=spec.evict)
+        return split_chunked.Plan(
+            **of_both, terms=2 if problem.state_dtype == "fp32" else spec.terms
+        )
+    return split_recurrence.Plan(
+        **of_both, lanes=spec.lanes_per_row, staging=spec.staging, evict=spec.evict
+    )
 
 
 def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
@@ -172,13 +197,15 @@ def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
 
 
 def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
-    """From shapes alone; one binary serves all heads, requests and strides. Raises ValueError for unsupported pairs."""
+    """From shapes alone; one binary serves all heads, requests and strides. Raises ValueError for
+    unsupported pairs."""
     step.require("KdaSplit", unsupported(problem, spec, gpu))
     return step.build(_HOSTS[spec.form], plan(problem, spec), spec, gpu)
 
 
 def launch(compiled: Compiled, operands: StepOperands, stream: int) -> None:
-    """Enqueue one step. Raises ValueError, naming the operand, for operands that the compiled kernel can't take."""
+    """Enqueue one step. Raises ValueError, naming the operand, for operands that the compiled
+    kernel can't take."""
     grid = (compiled.plan.split * operands.A_log.shape[0], operands.slots.shape[0], 1)
     step.enqueue("KdaSplit", compiled, operands, stream, grid)
 

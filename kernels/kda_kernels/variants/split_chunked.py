@@ -3,10 +3,12 @@
 Operands: `kda_kernels.variants.split`, of whose kernels this is the one for `form="chunked"`.
 
 CTA r of a cluster owns rows, channels and gate features r*128/split .. of its item:
-  load      slot; weights, projection, window (cp.async); state cells (LDG, in flight until `multiply`)
+  load      slot; weights, projection, window (cp.async); state cells (LDG, in flight until
+            `multiply`)
   gate      its gate features of all tokens, on tensor cores; decays multiplied up over the tokens
-  exchange  convolution of its channels; Gamma k, Gamma q and k / Gamma of these, not normalized, become fragments in
-            every CTA by st.async, and so do its parts of |q|^2 and |k|^2; all on one mbarrier per CTA
+  exchange  convolution of its channels; Gamma k, Gamma q and k / Gamma of these, not normalized,
+            become fragments in every CTA by st.async, and so do its parts of |q|^2 and |k|^2; all
+            on one mbarrier per CTA
   pairs     A and B of all pairs of tokens, a share of the columns per warp
   multiply  state times vectors: a warp has 16 rows and a share of the columns
   finish    a thread has one row and a few tokens; every thread of a row substitutes for all of them
@@ -14,9 +16,9 @@ CTA r of a cluster owns rows, channels and gate features r*128/split .. of its i
 With W = S Gamma k, Y = S Gamma q, rk and rq the inverse norms, A and B of unnormalized vectors:
     u_t = beta_t (v_t - rk_t W_t) - sum_{s<t} beta_t rk_t rk_s A_ts u_s
     o_t = rq_t Y_t + sum_{s<=t} rq_t rk_s B_ts u_s
-so that no norm is awaited before the products.
-No CTA leaves before it has received all that its peers send, so none is written to after its end.
-Source: docs/operation.md, "The same, chunked"; layouts of cells and fragments: `kda_kernels.parts.chunked`.
+so that no norm is awaited before the products. No CTA leaves before it has received all that its
+peers send, so none is written to after its end. Source: docs/operation.md, "The same, chunked";
+layouts of cells and fragments: `kda_kernels.parts.chunked`.
 """
 
 from __future__ import annotations
@@ -156,7 +158,8 @@ class Plan(ClusterPlan, chunked.Shape):
 
     @property
     def vector_bytes(self) -> int:
-        """What a CTA gets from all CTAs, itself too where that is not a plain store, on the mbarrier of the vectors."""
+        """What a CTA gets from all CTAs, itself too where that is not a plain store, on the
+        mbarrier of the vectors."""
         cells = 3 * self.tokens * self.quads * (self.split - 1)
         return 16 * cells + 8 * self.tokens * self.split
 
@@ -191,7 +194,8 @@ class Plan(ClusterPlan, chunked.Shape):
             "squares": (Float32, 2 * tokens * self.split),
             # Parts of A and B: [warp][tile][s][column].
             "partials": (Float32, self.pair_count * self.warps),
-            # beta_t rk_t rk_s A_ts: [s, 8][t, slots]; rq_t rk_s B_ts, zero for s > t: [t, slots][s, 8].
+            # beta_t rk_t rk_s A_ts: [s, 8][t, slots]; rq_t rk_s B_ts, zero for s > t: [t, slots][s,
+            # 8].
             "coefficients": (Float32, 2 * slots * 8),
             # Per token beta, beta rk, rq.
             "factors": (Float32, 4 * slots),
@@ -215,7 +219,8 @@ class Plan(ClusterPlan, chunked.Shape):
 
 
 class Task(NamedTuple):
-    """What a thread convolves: four channels of q, k or v (part 0, 1, 2), `group_tokens` tokens from `first` on.
+    """What a thread convolves: four channels of q, k or v (part 0, 1, 2), `group_tokens` tokens
+    from `first` on.
 
     live is False for threads past the last task, which repeat it.
     """
@@ -339,14 +344,22 @@ def load_weights(A: Arguments, M: Smem, at: Place, P: cutlass.Constexpr) -> None
     copy_rows_anew(M.gate_weight.iterator, features, none, Int64(2 * HEAD_DIM), rows, at, P)
     used = P.rows * (HEAD_DIM // UNIT)
     copy_rows_anew(
-        M.dt_bias.iterator, A.dt_bias + Int64(at.channel) * 4, none, none, Rows(1, 1, quads, first=used), at, P
+        M.dt_bias.iterator,
+        A.dt_bias + Int64(at.channel) * 4,
+        none,
+        none,
+        Rows(1, 1, quads, first=used),
+        at,
+        P,
     )
     used += quads
     if at.tid == P.threads - 1:
         blocks.copy_async(M.A_log.iterator.toint(), A.A_log + Int64(at.head) * 4, 4)
     prologue.load_taps(copy_rows_anew, A, M, tap_bytes, used, at, P)
     rows = Rows(1, 1, quads, first=used + prologue.tap_units(P))
-    copy_rows_anew(M.norm_weight.iterator, A.norm_weight + Int64(at.rank * P.rows) * 4, none, none, rows, at, P)
+    copy_rows_anew(
+        M.norm_weight.iterator, A.norm_weight + Int64(at.rank * P.rows) * 4, none, none, rows, at, P
+    )
 
 
 @cute.jit
@@ -356,7 +369,9 @@ def window_offsets(A: Arguments, at: Place, P: cutlass.Constexpr) -> cute.Tensor
     offsets = cute.make_rmem_tensor(count, Int32)
     if const_expr(P.layout == "rows"):
         for i in range_constexpr(count):
-            offsets[i] = blocks.pinned(_rows_offset(A.channel_stride, at.tid + i * P.threads, at, P))
+            offsets[i] = blocks.pinned(
+                _rows_offset(A.channel_stride, at.tid + i * P.threads, at, P)
+            )
     return offsets
 
 
@@ -373,8 +388,11 @@ def _rows_offset(entries: Int32, unit: Int32, at: Place, P: cutlass.Constexpr) -
 
 
 @cute.jit
-def load_window(M: Smem, window: Window, offsets: cute.Tensor, at: Place, P: cutlass.Constexpr) -> None:
-    """rows: all entries, `[3, R, W]`, from `window_offsets`; else the first three, `[3 entries, 3, R]`."""
+def load_window(
+    M: Smem, window: Window, offsets: cute.Tensor, at: Place, P: cutlass.Constexpr
+) -> None:
+    """rows: all entries, `[3, R, W]`, from `window_offsets`; else the first three, `[3 entries, 3,
+    R]`."""
     if const_expr(P.layout == "rows"):
         units = 3 * P.rows // UNIT * window.channel_stride
         base = M.window.iterator.toint()
@@ -385,7 +403,15 @@ def load_window(M: Smem, window: Window, offsets: cute.Tensor, at: Place, P: cut
     elif const_expr(P.layout == "taps"):
         tap_bytes = Int64(window.tap_stride) * 2
         rows = Rows(HISTORY, 3, P.rows // UNIT)
-        copy_rows_anew(M.window.iterator, window.page + Int64(at.channel) * 2, tap_bytes, Int64(at.D) * 2, rows, at, P)
+        copy_rows_anew(
+            M.window.iterator,
+            window.page + Int64(at.channel) * 2,
+            tap_bytes,
+            Int64(at.D) * 2,
+            rows,
+            at,
+            P,
+        )
     else:
         conv_window.load_elements(M, window, at, P)
 
@@ -394,7 +420,9 @@ def load_window(M: Smem, window: Window, offsets: cute.Tensor, at: Place, P: cut
 def state_offset(at: Place, P: cutlass.Constexpr) -> Int32:
     """Byte in a slot's state of this thread's first cell."""
     row = at.head * HEAD_DIM + at.rank * P.rows + 16 * (at.warp % P.row_tiles) + at.lane // 4 * 2
-    return row * (HEAD_DIM * P.item_bytes) + at.warp // P.row_tiles * (P.cells * 64) + at.lane % 4 * 16
+    return (
+        row * (HEAD_DIM * P.item_bytes) + at.warp // P.row_tiles * (P.cells * 64) + at.lane % 4 * 16
+    )
 
 
 @cute.jit
@@ -407,7 +435,9 @@ def load_state(raw: cute.Tensor, first: Int64, P: cutlass.Constexpr) -> None:
     priority = cute.nvgpu.CacheEvictionPriority.EVICT_NORMAL
     if const_expr(P.hints):
         priority = cute.nvgpu.CacheEvictionPriority.NO_ALLOCATE
-    atom = cute.make_copy_atom(cute.nvgpu.CopyG2ROp(), Uint32, num_bits_per_copy=128, l1c_evict_priority=priority)
+    atom = cute.make_copy_atom(
+        cute.nvgpu.CopyG2ROp(), Uint32, num_bits_per_copy=128, l1c_evict_priority=priority
+    )
     for c in range_constexpr(P.cells):
         for r in range_constexpr(2):
             cute.copy(atom, source[None, r, c], raw[None, r, c])
@@ -415,7 +445,8 @@ def load_state(raw: cute.Tensor, first: Int64, P: cutlass.Constexpr) -> None:
 
 @cute.jit
 def gate(A: Arguments, M: Smem, record: Record, at: Place, P: cutlass.Constexpr) -> None:
-    """Gamma of this CTA's features, by the last warps, 16 features each; raw gates to the record."""
+    """Gamma of this CTA's features, by the last warps, 16 features each; raw gates to the
+    record."""
     index = at.warp - (P.warps - P.row_tiles)
     if index >= 0:
         g, t = at.lane // 4, at.lane % 4
@@ -429,10 +460,14 @@ def gate(A: Arguments, M: Smem, record: Record, at: Place, P: cutlass.Constexpr)
             for r in range_constexpr(2):
                 # Swizzled unit 2 step + t // 2, the part that depends on the lane apart.
                 place = (t // 2 ^ (2 * g + r) % 8 ^ step % 4 * 2) + step // 4 * 8
-                cute.autovec_copy(source[None, t % 2, place, 16 * index + 2 * g + r], weights[None, r, step])
+                cute.autovec_copy(
+                    source[None, t % 2, place, 16 * index + 2 * g + r], weights[None, r, step]
+                )
         raw = chunked.raw_gates(weights, M.f_a, at.lane, P.chains, P)
         exp_A = blocks.exp(M.A_log[0])
-        chunked.store_gammas(raw, M.gamma, M.dt_bias, exp_A, A.lower_bound, record, index, at.lane, P)
+        chunked.store_gammas(
+            raw, M.gamma, M.dt_bias, exp_A, A.lower_bound, record, index, at.lane, P
+        )
 
 
 @cute.jit
@@ -454,15 +489,23 @@ def input_words(M: Smem, P: cutlass.Constexpr) -> cute.Tensor:
 
 @cute.jit
 def fetch_operands(
-    weight: cute.Tensor, bias: cute.Tensor, inputs: cute.Tensor, M: Smem, task: Task, P: cutlass.Constexpr
+    weight: cute.Tensor,
+    bias: cute.Tensor,
+    inputs: cute.Tensor,
+    M: Smem,
+    task: Task,
+    P: cutlass.Constexpr,
 ) -> None:
-    """A task's taps (4, tap), bias (4) and inputs (2 words, token); tokens past the last repeat it."""
+    """A task's taps (4, tap), bias (4) and inputs (2 words, token); tokens past the last repeat
+    it."""
     x = input_words(M, P)
     taps = cute.make_tensor(
         M.taps.iterator,
         cute.make_layout((4, P.quads, CONV_WIDTH, 3), stride=(1, 4, P.rows, CONV_WIDTH * P.rows)),
     )
-    biases = cute.make_tensor(M.bias.iterator, cute.make_layout((4, P.quads, 3), stride=(1, 4, P.rows)))
+    biases = cute.make_tensor(
+        M.bias.iterator, cute.make_layout((4, P.quads, 3), stride=(1, 4, P.rows))
+    )
     cute.autovec_copy(biases[None, task.quad, task.part], bias)
     for tap in range_constexpr(CONV_WIDTH):
         cute.autovec_copy(taps[None, task.quad, tap, task.part], weight[None, tap])
@@ -472,7 +515,9 @@ def fetch_operands(
 
 
 @cute.jit
-def fetch_history(seen: cute.Tensor, M: Smem, window: Window, task: Task, P: cutlass.Constexpr) -> None:
+def fetch_history(
+    seen: cute.Tensor, M: Smem, window: Window, task: Task, P: cutlass.Constexpr
+) -> None:
     """The three inputs before a task's first token, of the window or of this step: (4, entry)."""
     x = input_words(M, P)
     for e in range_constexpr(HISTORY):
@@ -481,7 +526,9 @@ def fetch_history(seen: cute.Tensor, M: Smem, window: Window, task: Task, P: cut
             pair = cute.make_rmem_tensor(2, Uint32)
             cute.autovec_copy(x[None, task.quad, task.part, max(entry, Int32(0))], pair)
             take_halves(seen, pair, e)
-            place = (task.part * P.rows + 4 * task.quad) * window.channel_stride + min(HISTORY + entry, HISTORY - 1)
+            place = (task.part * P.rows + 4 * task.quad) * window.channel_stride + min(
+                HISTORY + entry, HISTORY - 1
+            )
             for i in range_constexpr(4):
                 # Read in any case: a branch would cost more.
                 older = M.window[place + i * window.channel_stride].to(Float32)
@@ -501,9 +548,14 @@ def take_halves(seen: cute.Tensor, pair: cute.Tensor, e: cutlass.Constexpr) -> N
 
 @cute.jit
 def convolve(
-    weight: cute.Tensor, bias: cute.Tensor, seen: cute.Tensor, inputs: cute.Tensor, P: cutlass.Constexpr
+    weight: cute.Tensor,
+    bias: cute.Tensor,
+    seen: cute.Tensor,
+    inputs: cute.Tensor,
+    P: cutlass.Constexpr,
 ) -> cute.Tensor:
-    """A task's results, rounded: words (2, token). `seen` holds the history, and room for the inputs."""
+    """A task's results, rounded: words (2, token). `seen` holds the history, and room for the
+    inputs."""
     words = cute.make_rmem_tensor((2, P.group_tokens), Uint32)
     for j in range_constexpr(P.group_tokens):
         take_halves(seen, inputs[None, j], HISTORY + j)
@@ -526,7 +578,8 @@ def exchange(
     at: Place,
     P: cutlass.Constexpr,
 ) -> None:
-    """Hands a task's results on: q and k as fragments to every CTA, v to this one; keys to the record."""
+    """Hands a task's results on: q and k as fragments to every CTA, v to this one; keys to the
+    record."""
     shifts = peer_shifts(M, at, P)
     for j in range_constexpr(P.group_tokens):
         t = task.first + j
@@ -535,11 +588,15 @@ def exchange(
             held = held and t < P.tokens
         x = cute.make_rmem_tensor(4, Float32)
         for pair in range_constexpr(2):
-            x[2 * pair], x[2 * pair + 1] = blocks.low_half(words[pair, j]), blocks.high_half(words[pair, j])
+            x[2 * pair], x[2 * pair + 1] = (
+                blocks.low_half(words[pair, j]),
+                blocks.high_half(words[pair, j]),
+            )
         if held:
             if task.part == 2:
                 values = cute.make_tensor(
-                    M.values.iterator, cute.make_layout((4, P.quads, P.tokens), stride=(1, 4, P.row_pitch))
+                    M.values.iterator,
+                    cute.make_layout((4, P.quads, P.tokens), stride=(1, 4, P.row_pitch)),
                 )
                 cute.autovec_copy(x, values[None, task.quad, t])
             else:
@@ -556,8 +613,8 @@ def exchange(
 
 @cute.jit
 def peer_shifts(M: Smem, at: Place, P: cutlass.Constexpr) -> tuple[Int32, ...]:
-    """What to add to an address of this CTA's shared memory for the cluster address in each other CTA, the next
-    first, so that not all send to the same one."""
+    """What to add to an address of this CTA's shared memory for the cluster address in each other
+    CTA, the next first, so that not all send to the same one."""
     base = M.fragments.iterator.toint()
     shifts = []
     for j in range_constexpr(1, P.split):
@@ -577,7 +634,8 @@ def send_vectors(
 ) -> None:
     """Gamma x, and of a key also x / Gamma, of four channels of a token."""
     gammas = cute.make_tensor(
-        M.gamma.iterator, cute.make_layout((4, P.quads, P.tokens), stride=(1, 4, chunked.GAMMA_PITCH))
+        M.gamma.iterator,
+        cute.make_layout((4, P.quads, P.tokens), stride=(1, 4, chunked.GAMMA_PITCH)),
     )
     gamma = cute.make_rmem_tensor(4, Float32)
     cute.autovec_copy(gammas[None, task.quad, t], gamma)
@@ -597,7 +655,9 @@ def send_vectors(
 
 
 @cute.jit
-def send_cell(M: Smem, x: cute.Tensor, place: Int32, shifts: tuple[Int32, ...], P: cutlass.Constexpr) -> None:
+def send_cell(
+    M: Smem, x: cute.Tensor, place: Int32, shifts: tuple[Int32, ...], P: cutlass.Constexpr
+) -> None:
     """hi(0,1) hi(2,3) lo(0,1) lo(2,3) of four floats, to a byte of the fragments of every CTA."""
     words = cute.make_rmem_tensor(4, Uint32)
     words[0], words[2] = chunked.split_rounded(x[0], x[1])
@@ -610,8 +670,11 @@ def send_cell(M: Smem, x: cute.Tensor, place: Int32, shifts: tuple[Int32, ...], 
 
 
 @cute.jit
-def send_square(M: Smem, square: Float32, task: Task, t: Int32, at: Place, P: cutlass.Constexpr) -> None:
-    """This CTA's part of |q|^2 or |k|^2 of a token, which all lanes of its quads hold, to every CTA."""
+def send_square(
+    M: Smem, square: Float32, task: Task, t: Int32, at: Place, P: cutlass.Constexpr
+) -> None:
+    """This CTA's part of |q|^2 or |k|^2 of a token, which all lanes of its quads hold, to every
+    CTA."""
     place = (task.part * P.tokens + t) * P.split + at.rank
     if const_expr(P.split == 1):
         if task.quad == 0:
@@ -626,7 +689,8 @@ def send_square(M: Smem, square: Float32, task: Task, t: Int32, at: Place, P: cu
 
 @cute.jit
 def keep_window(M: Smem, window: Window, at: Place, P: cutlass.Constexpr) -> None:
-    """This step's inputs enter the window: at once, or where it is copied whole in shared memory, stored later."""
+    """This step's inputs enter the window: at once, or where it is copied whole in shared memory,
+    stored later."""
     if const_expr(P.layout == "rows"):
         roll_window(M, window, at, P)
     else:
@@ -635,7 +699,8 @@ def keep_window(M: Smem, window: Window, at: Place, P: cutlass.Constexpr) -> Non
 
 @cute.jit
 def roll_window(M: Smem, window: Window, at: Place, P: cutlass.Constexpr) -> None:
-    """The last two entries of the history, then the inputs, as the first entries of a window copied whole."""
+    """The last two entries of the history, then the inputs, as the first entries of a window copied
+    whole."""
     if at.tid < P.conv_tasks:
         task = task_of(at, P)
         x = cute.make_tensor(
@@ -677,7 +742,9 @@ def store_window(M: Smem, window: Window, at: Place, P: cutlass.Constexpr) -> No
 def fragments_from(M: Smem, step: Int32, P: cutlass.Constexpr) -> cute.Tensor:
     """The fragments of a step and the later ones, as words (word, lane, tile, step)."""
     address = M.fragments.iterator.toint() + step * P.step_bytes
-    return cute.make_tensor(cute.make_ptr(Uint32, address, SMEM, assumed_align=16), P.fragment_layout)
+    return cute.make_tensor(
+        cute.make_ptr(Uint32, address, SMEM, assumed_align=16), P.fragment_layout
+    )
 
 
 @cute.jit
@@ -698,7 +765,8 @@ def pairs(M: Smem, at: Place, P: cutlass.Constexpr) -> None:
             add_product(sums[None, 1, tile], high, (x[2], x[3]))
             add_product(sums[None, 2, tile], low, (x[0], x[1]))
     targets = cute.make_tensor(
-        M.partials.iterator, cute.make_layout((2, 32, P.tiles, P.warps), stride=(1, 2, 64, P.pair_count))
+        M.partials.iterator,
+        cute.make_layout((2, 32, P.tiles, P.warps), stride=(1, 2, 64, P.pair_count)),
     )
     for tile in range_constexpr(P.tiles):
         pair = cute.make_rmem_tensor(2, Float32)
@@ -726,7 +794,8 @@ def inverse_norm(M: Smem, part: Int32, t: Int32, P: cutlass.Constexpr) -> Float3
 
 @cute.jit
 def reduce_pairs(M: Smem, scale: Float32, at: Place, P: cutlass.Constexpr) -> None:
-    """A and B with their factors, a thread per pair; each token's factors of W and Y from its pair with itself."""
+    """A and B with their factors, a thread per pair; each token's factors of W and Y from its pair
+    with itself."""
     if const_expr(P.pair_count == P.threads):
         _reduce_pair(M, scale, at, P)
     else:
@@ -761,7 +830,9 @@ def _reduce_pair(M: Smem, scale: Float32, at: Place, P: cutlass.Constexpr) -> No
         pair = cute.make_rmem_tensor(2, Float32)
         pair[0] = left * own if is_query == 1 else beta
         pair[1] = left * own
-        factors = cute.make_tensor(M.factors.iterator, cute.make_layout((2, 2, P.slots), stride=(1, 2, 4)))
+        factors = cute.make_tensor(
+            M.factors.iterator, cute.make_layout((2, 2, P.slots), stride=(1, 2, 4))
+        )
         cute.autovec_copy(pair, factors[None, is_query, t])
 
 
@@ -775,7 +846,8 @@ def multiply(raw: cute.Tensor, M: Smem, at: Place, P: cutlass.Constexpr) -> None
     for c in range_constexpr(P.cells):
         if const_expr(P.state_dtype == "fp32"):
             floats = cute.make_tensor(
-                cute.recast_ptr(raw.iterator, dtype=Float32), cute.make_layout((4, 2, P.cells), stride=(1, 4, 8))
+                cute.recast_ptr(raw.iterator, dtype=Float32),
+                cute.make_layout((4, 2, P.cells), stride=(1, 4, 8)),
             )
             x_high0, x_low0 = chunked.split_truncated(floats[0, 0, c], floats[1, 0, c])
             x_high1, x_low1 = chunked.split_truncated(floats[2, 0, c], floats[3, 0, c])
@@ -791,7 +863,12 @@ def multiply(raw: cute.Tensor, M: Smem, at: Place, P: cutlass.Constexpr) -> None
                 add_product(sums[None, 2, tile], low, (b[0], b[1]))
         else:
             for half in range_constexpr(2):
-                a = (raw[2 * half, 0, c], raw[2 * half, 1, c], raw[2 * half + 1, 0, c], raw[2 * half + 1, 1, c])
+                a = (
+                    raw[2 * half, 0, c],
+                    raw[2 * half, 1, c],
+                    raw[2 * half + 1, 0, c],
+                    raw[2 * half + 1, 1, c],
+                )
                 for tile in range_constexpr(P.tiles):
                     b = cute.make_rmem_tensor(4, Uint32)
                     cute.autovec_copy(fragments[None, at.lane, tile, 2 * c + half], b)
@@ -802,7 +879,8 @@ def multiply(raw: cute.Tensor, M: Smem, at: Place, P: cutlass.Constexpr) -> None
     targets = cute.make_tensor(
         M.products.iterator,
         cute.make_layout(
-            (2, P.rows // 2, 2 * P.slots, P.column_parts), stride=(1, 2, P.row_pitch, 2 * P.slots * P.row_pitch)
+            (2, P.rows // 2, 2 * P.slots, P.column_parts),
+            stride=(1, 2, P.row_pitch, 2 * P.slots * P.row_pitch),
         ),
     )
     for tile in range_constexpr(P.tiles):
@@ -842,7 +920,9 @@ def finish(
                 mine = u[min(e, P.tokens - 1)]
                 for t in range_constexpr(P.own_tokens + e, P.tokens, P.own_tokens):
                     mine = u[t] if first + e == t else mine
-                blocks.put(Float32, record.corrections + Int64((first + e) * HEAD_DIM + row) * 4, mine)
+                blocks.put(
+                    Float32, record.corrections + Int64((first + e) * HEAD_DIM + row) * 4, mine
+                )
     gates = cute.make_rmem_tensor(P.own_tokens, Float32)
     for e in range_constexpr(P.own_tokens):
         t = min(first + e, P.tokens - 1)
@@ -851,7 +931,8 @@ def finish(
         store_window(M, window, at, P)
     prologue.meet(M, _SUMS, P)
     sums = cute.make_tensor(
-        M.sums.iterator, cute.make_layout((4, P.norm_slots // 4, P.tokens), stride=(1, 4, P.norm_slots))
+        M.sums.iterator,
+        cute.make_layout((4, P.norm_slots // 4, P.tokens), stride=(1, 4, P.norm_slots)),
     )
     for e in range_constexpr(P.own_tokens):
         if first + e < P.tokens:
@@ -864,13 +945,21 @@ def finish(
             place = results + (Int64(first + e) * at.D + row) * 2
             word = cute.make_rmem_tensor(1, Uint32)
             word[0] = blocks.pack(o[e] * rms * gates[e], Float32(0))
-            halves = cute.make_tensor(cute.recast_ptr(word.iterator, dtype=BFloat16), cute.make_layout(2))
+            halves = cute.make_tensor(
+                cute.recast_ptr(word.iterator, dtype=BFloat16), cute.make_layout(2)
+            )
             blocks.put(BFloat16, place, halves[0])
 
 
 @cute.jit
 def substitute(
-    M: Smem, u: cute.Tensor, o: cute.Tensor, row: Int32, r: Int32, first: Int32, P: cutlass.Constexpr
+    M: Smem,
+    u: cute.Tensor,
+    o: cute.Tensor,
+    row: Int32,
+    r: Int32,
+    first: Int32,
+    P: cutlass.Constexpr,
 ) -> None:
     """u of all tokens and o of `own_tokens` from `first` on, of one row.
 
@@ -879,7 +968,8 @@ def substitute(
     products = cute.make_tensor(
         M.products.iterator,
         cute.make_layout(
-            (P.row_pitch, 2 * P.slots, P.column_parts), stride=(1, P.row_pitch, 2 * P.slots * P.row_pitch)
+            (P.row_pitch, 2 * P.slots, P.column_parts),
+            stride=(1, P.row_pitch, 2 * P.slots * P.row_pitch),
         ),
     )
     values = cute.make_tensor(M.values.iterator, cute.make_layout((P.row_pitch, P.tokens)))
@@ -897,14 +987,18 @@ def substitute(
         o[e] = factor[2] * y
     for t in range_constexpr(P.tokens):
         u[t] = arch.shuffle_sync(rest[t % P.own_tokens], t // P.own_tokens * P.warp_rows + r)
-    A = cute.make_tensor(M.coefficients.iterator, cute.make_layout((4, P.slots // 4, 8), stride=(1, 4, P.slots)))
+    A = cute.make_tensor(
+        M.coefficients.iterator, cute.make_layout((4, P.slots // 4, 8), stride=(1, 4, P.slots))
+    )
     for s in range_constexpr(P.tokens - 1):
         for half in range_constexpr((s + 1) // 4, ceil_div(P.tokens, 4)):
             quad = cute.make_rmem_tensor(4, Float32)
             cute.autovec_copy(A[None, half, s], quad)
             for t in range_constexpr(max(4 * half, s + 1), min(4 * half + 4, P.tokens)):
                 u[t] = u[t] - quad[t % 4] * u[s]
-    B = cute.make_tensor(M.coefficients.iterator + 8 * P.slots, cute.make_layout((4, 2, P.slots), stride=(1, 4, 8)))
+    B = cute.make_tensor(
+        M.coefficients.iterator + 8 * P.slots, cute.make_layout((4, 2, P.slots), stride=(1, 4, 8))
+    )
     for e in range_constexpr(P.own_tokens):
         t = min(first + e, P.tokens - 1)
         for half in range_constexpr(ceil_div(P.tokens, 4)):

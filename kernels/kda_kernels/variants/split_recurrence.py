@@ -3,15 +3,20 @@
 Operands: `kda_kernels.variants.split`, of whose kernels this is the one for `form="recurrence"`.
 
 CTA r of a cluster owns rows, channels and gate features r*128/split .. of its item:
-  load       slot; weights and projection (cp.async), without awaiting it; then window (cp.async) and state rows (LDG or
-             cp.async, in flight until the recurrence). In a chain the projection comes last, behind the PDL wait
-  gate       its gate features of all tokens, FP32 dot products or tensor cores, while the window is on its way
-  convolve   its channels of q, k, v of all tokens; a warp copies, rolls and stores the window of its own 64 channels
+  load       slot; weights and projection (cp.async), without awaiting it; then window (cp.async)
+             and state rows (LDG or cp.async, in flight until the recurrence). In a chain the
+             projection comes last, behind the PDL wait
+  gate       its gate features of all tokens, FP32 dot products or tensor cores, while the window is
+             on its way
+  convolve   its channels of q, k, v of all tokens; a warp copies, rolls and stores the window of
+             its own 64 channels
   exchange   decays and unnormalized q and k go to every CTA by st.async, on one mbarrier each
-  recurrence token by token over its state rows. Norms are deferred: with S' = S d, W = S' k and Y = S' q
-               u = beta (v - W rk),  o = Y rq + u (k.q) rk rq,  S = S' + u rk k,  rk and rq the inverse norms
-             so no norm is awaited before the products, and o not for the updated state. One token's state decays
-             before q and k are there
+  recurrence token by token over its state rows. Norms are deferred: with S' = S d, W = S' k and Y =
+  S' q
+               u = beta (v - W rk),  o = Y rq + u (k.q) rk rq,  S = S' + u rk k,  rk and rq the
+                                     inverse norms
+             so no norm is awaited before the products, and o not for the updated state. One token's
+             state decays before q and k are there
   normalize  RMSNorm; sums of squares go to every CTA by st.async
 No CTA leaves before it has received all that its peers send, so none is written to after its end.
 Source: docs/operation.md, "The mathematics, per item".
@@ -61,7 +66,8 @@ class Plan(ClusterPlan):
     evict: bool
 
     def refused(self, gpu: Gpu) -> str | None:
-        """Why the state and the gate can't be shared out among a CTA's threads like this, or None."""
+        """Why the state and the gate can't be shared out among a CTA's threads like this, or
+        None."""
         shape, fewest = f"split={self.split} threads={self.threads}", max(self.step, 2)
         if self.warp_rows < fewest:
             return f"{shape} lanes_per_row={self.lanes}: fewer than {fewest} rows per warp"
@@ -108,7 +114,8 @@ class Plan(ClusterPlan):
 
     @property
     def ctas_per_sm(self) -> int:
-        """CTAs that an SM must hold: at 128 registers a thread with 64 values of state, else 80 or 96."""
+        """CTAs that an SM must hold: at 128 registers a thread with 64 values of state, else 80 or
+        96."""
         registers = 128 if self.state_registers > 32 else 80 if self.tokens == 1 else 96
         return self.ctas_with(registers)
 
@@ -119,7 +126,8 @@ class Plan(ClusterPlan):
 
     @property
     def token_groups(self) -> int:
-        """Groups of tokens that different threads convolve; the second never reaches back into the window."""
+        """Groups of tokens that different threads convolve; the second never reaches back into the
+        window."""
         return 2 if self.tokens > 4 and 3 * self.rows <= self.threads else 1
 
     @property
@@ -128,7 +136,8 @@ class Plan(ClusterPlan):
 
     @property
     def younger_groups(self) -> int:
-        """Groups of copies that may be in flight when weights and projection must be there: window, staged state."""
+        """Groups of copies that may be in flight when weights and projection must be there: window,
+        staged state."""
         if self.chained:
             return 0
         return 2 if self.staging == "shared" and not self.late else 1
@@ -151,7 +160,8 @@ class Plan(ClusterPlan):
     def state_layout(self) -> Any:
         """A thread's part of a state page: (vector, chunk, row)."""
         return cute.make_layout(
-            (self.vector, self.chunks, self.thread_rows), stride=(1, self.lanes * self.vector, self.step * HEAD_DIM)
+            (self.vector, self.chunks, self.thread_rows),
+            stride=(1, self.lanes * self.vector, self.step * HEAD_DIM),
         )
 
     @property
@@ -290,21 +300,25 @@ class Numbers(NamedTuple):
 def ask_numbers(A: Arguments, request: Int32, lane: Int32, P: cutlass.Constexpr) -> Int32:
     """Slots on the first lanes, then accepted or the record row.
 
-    One load for all of them, so that none shares a scoreboard with the state, and is waited for with it.
+    One load for all of them, so that none shares a scoreboard with the state, and is waited for
+    with it.
     """
     table = prologue.slots_of(A, request)
     if const_expr(P.kind != "decode"):
         if lane < P.slot_count:
             table += Int64(lane) * 4
         else:
-            table = (A.accepted if const_expr(P.kind == "spec") else A.record_rows) + Int64(request) * 4
+            table = (A.accepted if const_expr(P.kind == "spec") else A.record_rows) + Int64(
+                request
+            ) * 4
     return blocks.at(Int32, table, Int32(0))
 
 
 @cute.jit
 def numbers_of(mine: Int32, P: cutlass.Constexpr) -> Numbers:
-    """From what `ask_numbers` left on the lanes. By shuffle, even where all lanes hold it: the compiler would move a
-    number known to be uniform to a uniform register as soon as it is loaded, and so wait for it before the copies."""
+    """From what `ask_numbers` left on the lanes. By shuffle, even where all lanes hold it: the
+    compiler would move a number known to be uniform to a uniform register as soon as it is loaded,
+    and so wait for it before the copies."""
     page = arch.shuffle_sync(mine, 0)
     read, start, row = page, Int32(0), Int32(-1)
     if const_expr(P.kind == "spec"):
@@ -337,16 +351,21 @@ def load_weights(A: Arguments, M: Smem, at: Place, P: cutlass.Constexpr) -> None
     prologue.load_taps(prologue.copy_rows, A, M, tap_bytes, 0, at, P)
     used = prologue.tap_units(P)
     rows = Rows(1, 1, quads, first=used)
-    prologue.copy_rows(M.dt_bias.iterator, A.dt_bias + Int64(at.channel) * 4, none, none, rows, at, P)
+    prologue.copy_rows(
+        M.dt_bias.iterator, A.dt_bias + Int64(at.channel) * 4, none, none, rows, at, P
+    )
     rows = Rows(1, 1, quads, first=used + quads)
-    prologue.copy_rows(M.norm_weight.iterator, A.norm_weight + Int64(at.rank * P.rows) * 4, none, none, rows, at, P)
+    prologue.copy_rows(
+        M.norm_weight.iterator, A.norm_weight + Int64(at.rank * P.rows) * 4, none, none, rows, at, P
+    )
     if at.tid == P.threads - 1:
         blocks.copy_async(M.A_log.iterator.toint(), A.A_log + Int64(at.head) * 4, 4)
 
 
 @cute.jit
 def ask_state(raw: cute.Tensor, M: Smem, address: Int64, at: Place, P: cutlass.Constexpr) -> None:
-    """Start to load this thread's part of a state page; staged, as a group of copies, unless in one with all others."""
+    """Start to load this thread's part of a state page; staged, as a group of copies, unless in one
+    with all others."""
     if const_expr(P.staging == "registers"):
         load_state(raw, address, P)
     else:
@@ -359,12 +378,16 @@ def ask_state(raw: cute.Tensor, M: Smem, address: Int64, at: Place, P: cutlass.C
 def load_state(raw: cute.Tensor, address: Int64, P: cutlass.Constexpr) -> None:
     """This thread's part of a state page to registers: [vector, chunks, rows]."""
     nbytes = P.vector * P.item_bytes
-    part = cute.make_tensor(cute.make_ptr(P.dtype, address, GMEM, assumed_align=nbytes), P.state_layout)
+    part = cute.make_tensor(
+        cute.make_ptr(P.dtype, address, GMEM, assumed_align=nbytes), P.state_layout
+    )
     priority = cute.nvgpu.CacheEvictionPriority.EVICT_NORMAL
     if const_expr(P.hints):
         priority = cute.nvgpu.CacheEvictionPriority.NO_ALLOCATE
     load = cute.nvgpu.CopyG2ROp()
-    atom = cute.make_copy_atom(load, P.dtype, num_bits_per_copy=8 * nbytes, l1c_evict_priority=priority)
+    atom = cute.make_copy_atom(
+        load, P.dtype, num_bits_per_copy=8 * nbytes, l1c_evict_priority=priority
+    )
     for j in range_constexpr(P.thread_rows):
         for c in range_constexpr(P.chunks):
             cute.copy(atom, part[None, c, j], raw[None, c, j])
@@ -399,7 +422,9 @@ def unstage_state(raw: cute.Tensor, M: Smem, at: Place, P: cutlass.Constexpr) ->
 @cute.jit
 def store_state(S: cute.Tensor, address: Int64, P: cutlass.Constexpr) -> None:
     nbytes = P.vector * P.item_bytes
-    part = cute.make_tensor(cute.make_ptr(P.dtype, address, GMEM, assumed_align=nbytes), P.state_layout)
+    part = cute.make_tensor(
+        cute.make_ptr(P.dtype, address, GMEM, assumed_align=nbytes), P.state_layout
+    )
     mode = cute.nvgpu.StoreCacheMode.NONE
     if const_expr(P.hints):
         mode = cute.nvgpu.StoreCacheMode.STREAMING
@@ -443,10 +468,12 @@ def _gate_dot(
     # Pairs of columns: (pair of a unit, unit, row).
     stride = (1, 4, HEAD_DIM // 2)
     weights = cute.make_tensor(
-        cute.recast_ptr(M.gate_weight.iterator, dtype=Uint32), cute.make_layout((4, 16, P.rows), stride=stride)
+        cute.recast_ptr(M.gate_weight.iterator, dtype=Uint32),
+        cute.make_layout((4, 16, P.rows), stride=stride),
     )
     inputs = cute.make_tensor(
-        cute.recast_ptr(M.f_a.iterator, dtype=Uint32), cute.make_layout((4, 16, P.tokens), stride=stride)
+        cute.recast_ptr(M.f_a.iterator, dtype=Uint32),
+        cute.make_layout((4, 16, P.tokens), stride=stride),
     )
     half, column = at.lane // 16, at.lane % 16
     count = P.warp_rows // 2
@@ -476,16 +503,20 @@ def _gate_dot(
 
 
 @cute.jit
-def _gate_mma(M: Smem, exp_A: Float32, lower_bound: Float32, record: Record, at: Place, P: cutlass.Constexpr) -> None:
+def _gate_mma(
+    M: Smem, exp_A: Float32, lower_bound: Float32, record: Record, at: Place, P: cutlass.Constexpr
+) -> None:
     """16 features of all tokens on tensor cores; columns past the last token repeat it."""
     g, q = at.lane // 4, at.lane % 4
     # Pairs of columns: (pair of a unit, unit, row); units are swizzled by row % 8.
     stride = (1, 4, HEAD_DIM // 2)
     weights = cute.make_tensor(
-        cute.recast_ptr(M.gate_weight.iterator, dtype=Uint32), cute.make_layout((4, 16, P.rows), stride=stride)
+        cute.recast_ptr(M.gate_weight.iterator, dtype=Uint32),
+        cute.make_layout((4, 16, P.rows), stride=stride),
     )
     inputs = cute.make_tensor(
-        cute.recast_ptr(M.f_a.iterator, dtype=Uint32), cute.make_layout((4, 16, P.tokens), stride=stride)
+        cute.recast_ptr(M.f_a.iterator, dtype=Uint32),
+        cute.make_layout((4, 16, P.tokens), stride=stride),
     )
     upper = at.warp * 16 + g
     token = min(g, P.tokens - 1)
@@ -502,14 +533,17 @@ def _gate_mma(M: Smem, exp_A: Float32, lower_bound: Float32, record: Record, at:
             c = blocks.mma_16816(c, a, b)
         sums.append(c)
     for i in range_constexpr(4):
-        # Elements 0, 1: tokens 2q, 2q+1 of the upper feature; 2, 3: of the lower. One token: both columns equal.
+        # Elements 0, 1: tokens 2q, 2q+1 of the upper feature; 2, 3: of the lower. One token: both
+        # columns equal.
         if const_expr(P.tokens > 1 or i % 2 == 0):
             total = sums[0][i]
             for chain in range_constexpr(1, chains):
                 total = total + sums[chain][i]
             feature = upper + 8 * (i // 2)
             raw = total.to(BFloat16)
-            d = blocks.exp(blocks.log_decay(raw.to(Float32), M.dt_bias[feature], exp_A, lower_bound))
+            d = blocks.exp(
+                blocks.log_decay(raw.to(Float32), M.dt_bias[feature], exp_A, lower_bound)
+            )
             if const_expr(P.tokens > 1):
                 t = 2 * q + i % 2
                 if t < P.tokens:
@@ -537,16 +571,20 @@ def _send_to(M: Smem, place: Int32, x: Float32, cta: Int32, P: cutlass.Constexpr
 
 
 @cute.jit
-def _record_gate(record: Record, t: Int32, feature: Int32, raw: BFloat16, at: Place, P: cutlass.Constexpr) -> None:
+def _record_gate(
+    record: Record, t: Int32, feature: Int32, raw: BFloat16, at: Place, P: cutlass.Constexpr
+) -> None:
     element = t * (2 * HEAD_DIM) + HEAD_DIM + at.rank * P.rows + feature
     blocks.put(BFloat16, record.key_gates + Int64(element) * 2, raw)
 
 
 @cute.jit
 def convolve(M: Smem, window: Window, record: Record, at: Place, P: cutlass.Constexpr) -> None:
-    """This CTA's channels of q, k, v of all tokens: q and k to every CTA, v to this one; keys to the record.
+    """This CTA's channels of q, k, v of all tokens: q and k to every CTA, v to this one; keys to
+    the record.
 
-    Thread = two channels of a group of tokens. A window that is copied whole is rolled in shared memory.
+    Thread = two channels of a group of tokens. A window that is copied whole is rolled in shared
+    memory.
     """
     pairs = P.rows // 2
     if at.tid < 3 * pairs * P.token_groups:
@@ -564,7 +602,9 @@ def convolve(M: Smem, window: Window, record: Record, at: Place, P: cutlass.Cons
             for i in range_constexpr(2):
                 seen[i, e + 1] = past[i, e].to(Float32)
         # Unrolled further, the tokens take more registers than the state leaves.
-        for j in cutlass.range(P.group_tokens, unroll=2 if P.kind == "spec" and P.layout == "rows" else 1):
+        for j in cutlass.range(
+            P.group_tokens, unroll=2 if P.kind == "spec" and P.layout == "rows" else 1
+        ):
             t = first + j
             if const_expr(P.group_tokens * P.token_groups == P.tokens):
                 _convolve_token(t, x, seen, weight, bias, M, record, pair, part, at, P)
@@ -590,7 +630,8 @@ def _convolve_token(
     at: Place,
     P: cutlass.Constexpr,
 ) -> None:
-    """One token of two channels; `seen` holds their last three inputs behind its first place, and moves on."""
+    """One token of two channels; `seen` holds their last three inputs behind its first place, and
+    moves on."""
     new = cute.make_rmem_tensor(2, BFloat16)
     cute.autovec_copy(x[None, pair, part, P.history + t], new)
     values = cute.make_rmem_tensor(2, Float32)
@@ -624,7 +665,9 @@ def _convolve_token(
 
 
 @cute.jit
-def columns(M: Smem, part: cutlass.Constexpr, t: Int32, at: Place, P: cutlass.Constexpr) -> cute.Tensor:
+def columns(
+    M: Smem, part: cutlass.Constexpr, t: Int32, at: Place, P: cutlass.Constexpr
+) -> cute.Tensor:
     """q, k or the decays (part 0, 1, 2) of token t in this lane's columns: [vector, chunks]."""
     vectors = cute.make_tensor(M.vectors.iterator, P.vector_layout)
     x = cute.make_rmem_tensor((P.vector, P.chunks), Float32)
@@ -634,8 +677,11 @@ def columns(M: Smem, part: cutlass.Constexpr, t: Int32, at: Place, P: cutlass.Co
 
 
 @cute.jit
-def decayed(M: Smem, part: cutlass.Constexpr, t: Int32, at: Place, P: cutlass.Constexpr) -> cute.Tensor:
-    """q or k of token t times its decays, in this lane's columns: as good as decaying the state that they meet."""
+def decayed(
+    M: Smem, part: cutlass.Constexpr, t: Int32, at: Place, P: cutlass.Constexpr
+) -> cute.Tensor:
+    """q or k of token t times its decays, in this lane's columns: as good as decaying the state
+    that they meet."""
     x, d = columns(M, part, t, at, P), columns(M, 2, t, at, P)
     for c in range_constexpr(P.chunks):
         for i in range_constexpr(P.vector):
@@ -665,8 +711,11 @@ def product(S: cute.Tensor, x: cute.Tensor, at: Place, P: cutlass.Constexpr) -> 
 
 
 @cute.jit
-def update(S: cute.Tensor, k: cute.Tensor, correction: Float32, d: Any, P: cutlass.Constexpr) -> None:
-    """S = S d + (u rk) k, each row's u rk from the lanes that hold it; without d for a state that has decayed."""
+def update(
+    S: cute.Tensor, k: cute.Tensor, correction: Float32, d: Any, P: cutlass.Constexpr
+) -> None:
+    """S = S d + (u rk) k, each row's u rk from the lanes that hold it; without d for a state that
+    has decayed."""
     for j in range_constexpr(P.thread_rows):
         # Within groups of `lanes` lanes, so that the source is a constant.
         u = arch.shuffle_sync(correction, j * P.copies, mask_and_clamp=(32 - P.lanes) << 8 | 31)
@@ -712,7 +761,8 @@ def step_window(
     at: Place,
     P: cutlass.Constexpr,
 ) -> None:
-    """A spec or record step from its decays on. raw: this thread's part of the state; slots, pages: `recurrence`."""
+    """A spec or record step from its decays on. raw: this thread's part of the state; slots, pages:
+    `recurrence`."""
     S = cute.make_rmem_tensor((P.vector, P.chunks, P.thread_rows), Float32)
     if const_expr(P.split > 1):
         prologue.wait(M, _CHANNELS, P)
@@ -729,9 +779,16 @@ def step_window(
 
 @cute.jit
 def decode(
-    S: cute.Tensor, M: Smem, scale: Float32, page: Int64, own: Int32, at: Place, P: cutlass.Constexpr
+    S: cute.Tensor,
+    M: Smem,
+    scale: Float32,
+    page: Int64,
+    own: Int32,
+    at: Place,
+    P: cutlass.Constexpr,
 ) -> Float32:
-    """One token, S decayed; the state goes back to its page. Returns o of row `own`, rounded to BF16.
+    """One token, S decayed; the state goes back to its page. Returns o of row `own`, rounded to
+    BF16.
 
     The sum of squares is on its way to every CTA before the state is updated.
     """
@@ -763,7 +820,9 @@ def normalize_decode(
 ) -> None:
     gated = M.norm_weight[own] * blocks.sigmoid(M.out_gate[own, 0].to(Float32))
     prologue.meet(M, _SQUARES, P)
-    quads = cute.make_tensor(M.sums.iterator, cute.make_layout((4, P.norm_slots // 4), stride=(1, 4)))
+    quads = cute.make_tensor(
+        M.sums.iterator, cute.make_layout((4, P.norm_slots // 4), stride=(1, 4))
+    )
     total = Float32(0)
     for i in range_constexpr(P.norm_slots // 4):
         part = cute.make_rmem_tensor(4, Float32)
@@ -777,7 +836,9 @@ def normalize_decode(
 @cute.jit
 def factors(M: Smem, scale: Float32, at: Place, P: cutlass.Constexpr) -> None:
     """Per token rk, rq, (k.q) rk rq and beta; a warp per token."""
-    quads = cute.make_tensor(M.vectors.iterator, cute.make_layout((4, 32, 3 * P.tokens), stride=(1, 4, HEAD_DIM)))
+    quads = cute.make_tensor(
+        M.vectors.iterator, cute.make_layout((4, 32, 3 * P.tokens), stride=(1, 4, HEAD_DIM))
+    )
     for i in range_constexpr(ceil_div(P.tokens, P.warps)):
         t = at.warp + i * P.warps
         if t < P.tokens:
@@ -804,13 +865,17 @@ def recurrence(
     at: Place,
     P: cutlass.Constexpr,
 ) -> None:
-    """All tokens in turn. spec: the state after each goes to its slot, held by lane t; record: u replaces v."""
-    values = cute.make_tensor(M.vectors.iterator + 3 * P.tokens * HEAD_DIM, cute.make_layout((P.rows, P.tokens)))
+    """All tokens in turn. spec: the state after each goes to its slot, held by lane t; record: u
+    replaces v."""
+    values = cute.make_tensor(
+        M.vectors.iterator + 3 * P.tokens * HEAD_DIM, cute.make_layout((P.rows, P.tokens))
+    )
     for t in cutlass.range(P.tokens, unroll=1):
         factor = cute.make_rmem_tensor(4, Float32)
         cute.autovec_copy(M.factors[None, t], factor)
         v = values[own, t]
-        # Vectors are read again each time: to keep them, or the decayed state, takes too many registers.
+        # Vectors are read again each time: to keep them, or the decayed state, takes too many
+        # registers.
         w = product(S, decayed(M, 1, t, at, P), at, P)
         y = product(S, decayed(M, 0, blocks.pinned(t), at, P), at, P)
         u = factor[3] * (v - w * factor[0])
@@ -818,7 +883,9 @@ def recurrence(
         if const_expr(P.kind == "record"):
             # The state after the last token is not kept.
             if t + 1 < P.tokens:
-                update(S, columns(M, 1, again, at, P), u * factor[0], columns(M, 2, again, at, P), P)
+                update(
+                    S, columns(M, 1, again, at, P), u * factor[0], columns(M, 2, again, at, P), P
+                )
         else:
             update(S, columns(M, 1, again, at, P), u * factor[0], columns(M, 2, again, at, P), P)
         o = y * factor[1] + u * factor[2]
@@ -835,8 +902,11 @@ def recurrence(
 
 
 @cute.jit
-def normalize(M: Smem, eps: Float32, results: Int64, record: Record, at: Place, P: cutlass.Constexpr) -> None:
-    """All tokens' outputs, four channels per thread; a token's channels of this CTA lie on neighbouring lanes.
+def normalize(
+    M: Smem, eps: Float32, results: Int64, record: Record, at: Place, P: cutlass.Constexpr
+) -> None:
+    """All tokens' outputs, four channels per thread; a token's channels of this CTA lie on
+    neighbouring lanes.
 
     record: the corrections, too.
     """
@@ -862,7 +932,9 @@ def normalize(M: Smem, eps: Float32, results: Int64, record: Record, at: Place, 
                 for j in range_constexpr(ceil_div(P.split, lanes)):
                     cta = quad + j * lanes
                     if cta < P.split:
-                        blocks.send(blocks.peer(address, cta), blocks.peer(barrier, cta), squares[i])
+                        blocks.send(
+                            blocks.peer(address, cta), blocks.peer(barrier, cta), squares[i]
+                        )
     if const_expr(P.kind == "record"):
         if record.row >= 0:
             store_corrections(M, record, at, P)
@@ -895,7 +967,8 @@ def store_corrections(M: Smem, record: Record, at: Place, P: cutlass.Constexpr) 
     """This CTA's rows of all tokens, from where v was, four per thread."""
     lanes = P.rows // 4
     quads = cute.make_tensor(
-        M.vectors.iterator + 3 * P.tokens * HEAD_DIM, cute.make_layout((4, P.tokens * lanes), stride=(1, 4))
+        M.vectors.iterator + 3 * P.tokens * HEAD_DIM,
+        cute.make_layout((4, P.tokens * lanes), stride=(1, 4)),
     )
     for i in range_constexpr(ceil_div(P.tokens * lanes, P.threads)):
         index = at.tid + i * P.threads
@@ -903,5 +976,7 @@ def store_corrections(M: Smem, record: Record, at: Place, P: cutlass.Constexpr) 
             u = cute.make_rmem_tensor(4, Float32)
             cute.autovec_copy(quads[None, index], u)
             element = index // lanes * HEAD_DIM + at.rank * P.rows + 4 * (index % lanes)
-            target = cute.make_ptr(Float32, record.corrections + Int64(element) * 4, GMEM, assumed_align=16)
+            target = cute.make_ptr(
+                Float32, record.corrections + Int64(element) * 4, GMEM, assumed_align=16
+            )
             cute.autovec_copy(u, cute.make_tensor(target, cute.make_layout(4)))

@@ -1,30 +1,39 @@
-"""KDA decode, spec and record steps: persistent, two CTAs of 256 threads per SM, the next item loaded during this one.
+"""KDA decode, spec and record steps: persistent, two CTAs of 256 threads per SM, the next item
+loaded during this one.
 
 projected   [requests * tokens, pitch]     bf16   q, k, v | output gate | f_a | raw beta
 conv_state  [slots, 3D, W]                 bf16, dim-first or window-major; read and rolled
-state       [slots, heads, V=128, K=128]   f32 or bf16; updated (decode), read and written (spec), read (record)
+state       [slots, heads, V=128, K=128]   f32 or bf16; updated (decode), read and written (spec),
+            read (record)
 corrections [rows, heads, Q, 128]          f32, written (record)
 key_gates   [rows, heads, Q, 256]          bf16, written (record)
 out         [requests * tokens, D]         bf16
 
-A CTA walks a run of items that mostly share a head, whose gate weights stay in registers. Its shared memory holds one
-state, in cells that only the thread (record: the warp) that copied them reads, and one or two stages of operands. A
-piece of the next item's state is asked for as soon as that of this item has been read: no barrier of the CTA stands
-between. Per item:
+A CTA walks a run of items that mostly share a head, whose gate weights stay in registers. Its
+shared memory holds one state, in cells that only the thread (record: the warp) that copied them
+reads, and one or two stages of operands. A piece of the next item's state is asked for as soon as
+that of this item has been read: no barrier of the CTA stands between. Per item:
   prologue   gate on tensor cores, convolution; decays, q, k, v to shared memory. Window rolled
-  ask        the next item's operands, into the other stage, or as soon as this item's have been used
-  rows       decode, spec: a half-warp holds a row, a piece is two rows of each; token by token, each token's state
-             stored as soon as it is known. Norms are deferred: with S' the decayed state,
-               u = beta (v - rk S' k),  o = rq S' q + u (k.q) rk rq,  S = S' + u rk k,  rk and rq the inverse norms
-  products   record: vectors as fragments, the triangles solved by one warp, the state multiplied piece by piece on
-             tensor cores, corrections and outputs in registers: see `kda_kernels.parts.chunked`
-  finish     RMSNorm and output gate, behind the barrier that also hands over the next item's operands
-Barriers per item: 2 (decode), 3 (spec), 5 (record). Null items are computed from whatever is there, and not stored.
+  ask        the next item's operands, into the other stage, or as soon as this item's have been
+             used
+  rows       decode, spec: a half-warp holds a row, a piece is two rows of each; token by token,
+             each token's state stored as soon as it is known. Norms are deferred: with S' the
+             decayed state,
+               u = beta (v - rk S' k),  o = rq S' q + u (k.q) rk rq,  S = S' + u rk k,  rk and rq
+                                        the inverse norms
+  products   record: vectors as fragments, the triangles solved by one warp, the state multiplied
+             piece by piece on tensor cores, corrections and outputs in registers: see
+             `kda_kernels.parts.chunked`
+  finish     RMSNorm and output gate, behind the barrier that also hands over the next item's
+             operands
+Barriers per item: 2 (decode), 3 (spec), 5 (record). Null items are computed from whatever is there,
+and not stored.
 
-Budget per item at the memory floor of an H200's SM: decode 4.2 us, some 7400 clocks; record q=8 3.0 us, 5200. Needed by
-count of instructions: a third of the issue slots (decode), two thirds (record q=8). In flight while both CTAs of an SM
-are in their prologues: 128 KiB of FP32 states, for which the SM's part of the bandwidth takes 4 us.
-Source: docs/operation.md, "The mathematics, per item" and "The same, chunked".
+Budget per item at the memory floor of an H200's SM: decode 4.2 us, some 7400 clocks; record q=8 3.0
+us, 5200. Needed by count of instructions: a third of the issue slots (decode), two thirds (record
+q=8). In flight while both CTAs of an SM are in their prologues: 128 KiB of FP32 states, for which
+the SM's part of the bandwidth takes 4 us. Source: docs/operation.md, "The mathematics, per item"
+and "The same, chunked".
 """
 
 # A condition known at compile time can't share an `if` with one of the running kernel.
@@ -77,15 +86,19 @@ arch = cute.arch
 class Spec:
     """Compile-time choices; `most_items` and `pdl` are of the launch.
 
-    gate_mode          0: one chain of 8 tensor-core accumulations; 1: four chains of 2, summed in order
-    terms              record, BF16 state: terms of the vectors in its products. 2: FP32 precision; 1: 4e-4
+    gate_mode          0: one chain of 8 tensor-core accumulations; 1: four chains of 2, summed in
+                       order
+    terms              record, BF16 state: terms of the vectors in its products. 2: FP32 precision;
+                       1: 4e-4
     stages             of operands, 1 or 2, decode 2; None: as many as fit
-    ahead              a CTA's first state is asked for before the PDL wait; its first prologue then waits for it
+    ahead              a CTA's first state is asked for before the PDL wait; its first prologue then
+                       waits for it
     evict              evict-first in L2 for states that are read
     stream_hints       decode, spec: stored states are streaming
     conv_weight_dtype  of convolution weight and bias
     window             most entries of a dim-first window; None: those of the problem
-    most_items         of a CTA: with more, CTAs come one after the other, each as an SM is ready for it; None: no limit
+    most_items         of a CTA: with more, CTAs come one after the other, each as an SM is ready
+                       for it; None: no limit
     pdl                programmatic dependent launch
     """
 
@@ -106,7 +119,8 @@ class Plan(chunked.Shape):
     """What decides the code.
 
     stages        of operands
-    taps_shared   convolution weights wait in cells of shared memory that are private to the threads, not in registers
+    taps_shared   convolution weights wait in cells of shared memory that are private to the
+                  threads, not in registers
     """
 
     stages: int
@@ -135,7 +149,8 @@ class Plan(chunked.Shape):
 
     @property
     def numbers(self) -> int:
-        """What a request is looked up by: slot; slot and record row; or the slots of all tokens and `accepted`."""
+        """What a request is looked up by: slot; slot and record row; or the slots of all tokens and
+        `accepted`."""
         return {"decode": 1, "record": 2}.get(self.kind, self.tokens + 1)
 
     @property
@@ -150,7 +165,8 @@ class Plan(chunked.Shape):
 
     @property
     def areas(self) -> dict[str, Area]:
-        """What a CTA has beside: the state in cells of 16 bytes, [cell][thread], and room for the stages."""
+        """What a CTA has beside: the state in cells of 16 bytes, [cell][thread], and room for the
+        stages."""
         areas = {
             "state": Area(Uint8, HEAD_DIM * HEAD_DIM * self.item_bytes),
             "stages": Area(Uint8, self.stages * smem.total(self.stage_areas)),
@@ -210,7 +226,9 @@ def plan(problem: Problem, spec: Spec) -> Plan:
         evict=spec.evict,
         hints=spec.stream_hints and not record,
     )
-    stages = (spec.stages,) if spec.stages is not None else (2,) if problem.kind == "decode" else (2, 1)
+    stages = (
+        (spec.stages,) if spec.stages is not None else (2,) if problem.kind == "decode" else (2, 1)
+    )
     plans = [replace(p, stages=n, taps_shared=shared) for n in stages for shared in (True, False)]
     return next((p for p in plans if p.smem_bytes <= streaming.SMEM_BYTES), plans[-1])
 
@@ -231,13 +249,15 @@ def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
 
 
 def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
-    """From shapes alone; one binary serves all heads, requests and strides. Raises ValueError for unsupported pairs."""
+    """From shapes alone; one binary serves all heads, requests and strides. Raises ValueError for
+    unsupported pairs."""
     step.require("KdaStream", unsupported(problem, spec, gpu))
     return step.build(_HOST, plan(problem, spec), spec, gpu)
 
 
 def launch(compiled: Compiled, operands: StepOperands, stream: int) -> None:
-    """Enqueue one step. Raises ValueError, naming the operand, for operands that the compiled kernel can't take."""
+    """Enqueue one step. Raises ValueError, naming the operand, for operands that the compiled
+    kernel can't take."""
     heads, requests = operands.A_log.shape[0], operands.slots.shape[0]
     runs = walk.BY_HEAD.runs(heads, requests, compiled.sms, compiled.most_items)
     step.enqueue("KdaStream", compiled, operands, stream, runs.grid, runs.per)
@@ -264,7 +284,9 @@ def kda_stream(A: Arguments, P: cutlass.Constexpr) -> None:
     item, count = walk.BY_HEAD.first(cta, ctas, A.per, A.heads, A.requests)
 
     # The slot must be the first load: behind the copies it comes back a microsecond later.
-    numbers = blocks.at(Int32, streaming.number_address(A, item.request, min(here.lane, P.numbers - 1), P), Int32(0))
+    numbers = blocks.at(
+        Int32, streaming.number_address(A, item.request, min(here.lane, P.numbers - 1), P), Int32(0)
+    )
     own = smem.allocate(P.areas)
     stage = own.stages.iterator.toint()
     both_stages = 2 * stage + smem.total(P.stage_areas)
@@ -316,7 +338,8 @@ def ask_first(
     at: Place,
     P: cutlass.Constexpr,
 ) -> Int32:
-    """A CTA's first item: its operands, of `count` items, are there, its state is asked for. Returns its numbers."""
+    """A CTA's first item: its operands, of `count` items, are there, its state is asked for.
+    Returns its numbers."""
     streaming.ask_constants(A, M, at, P)
     streaming.ask_parameters(A, M, item, count > 0, count > 1, at, P)
     if const_expr(not P.ahead):
@@ -347,13 +370,21 @@ def ask_first(
 
 @cute.jit
 def prepare(
-    A: Arguments, M: Smem, weights: Weights, record: Record, window: Window, at: Place, P: cutlass.Constexpr
+    A: Arguments,
+    M: Smem,
+    weights: Weights,
+    record: Record,
+    window: Window,
+    at: Place,
+    P: cutlass.Constexpr,
 ) -> None:
     """The gate's decays, multiplied up in kind record; q, k and v, of a dim-first window rolled."""
     raw = gate_product.raw_gates(weights.gate, M.f_a, at.lane, P)
     if const_expr(P.kind == "record"):
         exp_A = blocks.exp(M.A_log[0])
-        chunked.store_gammas(raw, M.gamma, M.dt_bias, exp_A, A.lower_bound, record, at.warp, at.lane, P)
+        chunked.store_gammas(
+            raw, M.gamma, M.dt_bias, exp_A, A.lower_bound, record, at.warp, at.lane, P
+        )
     else:
         store_decays(raw, M, A.lower_bound, at, P)
     if at.warp < chunked.CONVOLVING_WARPS:
@@ -364,12 +395,16 @@ def prepare(
 
 
 @cute.jit
-def record_item(A: Arguments, M: Smem, weights: Weights, turn: Turn, at: Place, P: cutlass.Constexpr) -> Place:
+def record_item(
+    A: Arguments, M: Smem, weights: Weights, turn: Turn, at: Place, P: cutlass.Constexpr
+) -> Place:
     """Products and finish of an item that is only read, in the chunked form."""
     beta = M.beta[turn.item.head % 2, min(at.lane % P.slots, P.tokens - 1)].to(Float32)
     if const_expr(P.stages == 1):
         factors = chunked.output_factors(M.out_gate, M.norm_weight, at.warp, at.lane, P)
-    chunked.build_fragments(M.fragments, M.qkv, M.gamma, A.scale, at.warp, chunked.WARPS, at.lane, P)
+    chunked.build_fragments(
+        M.fragments, M.qkv, M.gamma, A.scale, at.warp, chunked.WARPS, at.lane, P
+    )
     at = streaming.meet()
     chunked.token_products(M.fragments, M.partials, at.warp, at.lane, P)
     at = streaming.meet()
@@ -390,7 +425,13 @@ def record_item(A: Arguments, M: Smem, weights: Weights, turn: Turn, at: Place, 
 
 @cute.jit
 def step_item(
-    A: Arguments, M: Smem, weights: Weights, turn: Turn, now: Request, at: Place, P: cutlass.Constexpr
+    A: Arguments,
+    M: Smem,
+    weights: Weights,
+    turn: Turn,
+    now: Request,
+    at: Place,
+    P: cutlass.Constexpr,
 ) -> Place:
     """Rows and finish of an item that is advanced token by token, kinds decode and spec."""
     gates = cute.make_rmem_tensor(4, BFloat16)
@@ -453,7 +494,9 @@ def ask_next(A: Arguments, M: Smem, turn: Turn, at: Place, P: cutlass.Constexpr)
 
 
 @cute.jit
-def ask_window(A: Arguments, M: Smem, numbers: Int32, head: Int32, at: Place, P: cutlass.Constexpr) -> None:
+def ask_window(
+    A: Arguments, M: Smem, numbers: Int32, head: Int32, at: Place, P: cutlass.Constexpr
+) -> None:
     request = request_of(numbers, P)
     if request.read > 0:
         window = conv_window.window_of(A, request.page, request.start)
@@ -461,7 +504,9 @@ def ask_window(A: Arguments, M: Smem, numbers: Int32, head: Int32, at: Place, P:
 
 
 @cute.jit
-def ask_state(A: Arguments, M: Smem, numbers: Int32, head: Int32, at: Place, P: cutlass.Constexpr) -> None:
+def ask_state(
+    A: Arguments, M: Smem, numbers: Int32, head: Int32, at: Place, P: cutlass.Constexpr
+) -> None:
     """A CTA's first state, a group of copies per piece."""
     slot = request_of(numbers, P).read
     for piece in range_constexpr(P.pieces):
@@ -477,7 +522,9 @@ def ask_piece(M: Smem, page: Int64, piece: Int32, at: Place, P: cutlass.Constexp
     if const_expr(P.kind == "record"):
         chunked.copy_line(cells, page, piece, at.warp, at.lane, policy, P.evict, P)
     else:
-        state_rows.ask_piece(cells, page + state_rows.first_cell(piece, at.warp, at.lane, P), 0, policy, P)
+        state_rows.ask_piece(
+            cells, page + state_rows.first_cell(piece, at.warp, at.lane, P), 0, policy, P
+        )
 
 
 @cute.jit
@@ -490,8 +537,8 @@ def cells_of(M: Smem, piece: Int32, at: Place, P: cutlass.Constexpr) -> Int32:
 def multiply(A: Arguments, M: Smem, turn: Turn, P: cutlass.Constexpr) -> cute.Tensor:
     """Products of the state with the vectors; each piece is replaced by that of the next item.
 
-    As many groups are younger than a piece that is waited for, whichever it is: its successors, the operands, and the
-    next item's pieces before it.
+    As many groups are younger than a piece that is waited for, whichever it is: its successors, the
+    operands, and the next item's pieces before it.
     """
     sums = chunked.accumulators(P)
     slot = request_of(turn.following, P).read
@@ -509,7 +556,9 @@ def multiply(A: Arguments, M: Smem, turn: Turn, P: cutlass.Constexpr) -> cute.Te
 
 
 @cute.jit
-def advance_decode(A: Arguments, M: Smem, turn: Turn, beta: Float32, at: Place, P: cutlass.Constexpr) -> None:
+def advance_decode(
+    A: Arguments, M: Smem, turn: Turn, beta: Float32, at: Place, P: cutlass.Constexpr
+) -> None:
     """The state by one token, back to its page; its pieces as in `multiply`."""
     token = take_token(M, Int32(0), at.lane, P)
     factors = (*blocks.normalizers(token.q, token.k, A.scale, LANES), beta)
@@ -529,7 +578,8 @@ def advance_decode(A: Arguments, M: Smem, turn: Turn, beta: Float32, at: Place, 
 
 @cute.jit
 def advance_window(A: Arguments, M: Smem, turn: Turn, at: Place, P: cutlass.Constexpr) -> None:
-    """The state by all tokens; after each it goes to the token's slot. Its pieces as in `multiply`."""
+    """The state by all tokens; after each it goes to the token's slot. Its pieces as in
+    `multiply`."""
     live = request_of(turn.numbers, P).read > 0
     slot = request_of(turn.following, P).read
     page = prologue.state_of(A, slot, streaming.after(A, turn.item).head, P)
@@ -584,7 +634,8 @@ def store_decays(
     """Decays of 16 features of all tokens from `gate_product.raw_gates`."""
     feature = 16 * at.warp + at.lane // 4 * 2
     decays = cute.make_tensor(
-        M.gamma.iterator, cute.make_layout((2, HEAD_DIM // 2, P.tokens), stride=(1, 2, chunked.GAMMA_PITCH))
+        M.gamma.iterator,
+        cute.make_layout((2, HEAD_DIM // 2, P.tokens), stride=(1, 2, chunked.GAMMA_PITCH)),
     )
     exp_A = blocks.exp(M.A_log[0])
     for side in range_constexpr(min(2, P.tokens)):
@@ -592,7 +643,9 @@ def store_decays(
         pair = cute.make_rmem_tensor(2, Float32)
         for i in range_constexpr(2):
             rounded = blocks.rounded(raw[2 * i + side])
-            pair[i] = blocks.exp(blocks.log_decay(rounded, M.dt_bias[feature + i], exp_A, lower_bound))
+            pair[i] = blocks.exp(
+                blocks.log_decay(rounded, M.dt_bias[feature + i], exp_A, lower_bound)
+            )
         if token < P.tokens:
             cute.autovec_copy(pair, decays[None, feature // 2, token])
 
@@ -618,7 +671,10 @@ def take_token(M: Smem, t: Int32, lane: Int32, P: cutlass.Constexpr) -> Token:
     )
     decays = cute.make_tensor(
         M.gamma.iterator,
-        cute.make_layout((4, LANES, 2, P.tokens), stride=(1, 4 if fp32 else 8, 64 if fp32 else 4, chunked.GAMMA_PITCH)),
+        cute.make_layout(
+            (4, LANES, 2, P.tokens),
+            stride=(1, 4 if fp32 else 8, 64 if fp32 else 4, chunked.GAMMA_PITCH),
+        ),
     )
     column = lane % LANES
     q = cute.make_rmem_tensor(COLUMNS, Float32)
@@ -649,7 +705,9 @@ def token_factors(
     if warp < P.tokens:
         words = cute.make_tensor(
             cute.recast_ptr(M.qkv.iterator, dtype=Uint32),
-            cute.make_layout((2, 32, 3, P.tokens), stride=(1, 2, HEAD_DIM // 2, chunked.QKV_PITCH // 2)),
+            cute.make_layout(
+                (2, 32, 3, P.tokens), stride=(1, 2, HEAD_DIM // 2, chunked.QKV_PITCH // 2)
+            ),
         )
         q = cute.make_rmem_tensor(4, Float32)
         k = cute.make_rmem_tensor(4, Float32)
@@ -696,7 +754,8 @@ def advance(
     total = blocks.row_sums(sums, 2 * rows, LANES, lane)
     row = 16 * warp + 2 * (rows * piece + lane % (LANES // 2) // copies) + lane // LANES
     v = cute.make_tensor(
-        M.qkv.iterator, cute.make_layout((HEAD_DIM, 3, P.tokens), stride=(1, HEAD_DIM, chunked.QKV_PITCH))
+        M.qkv.iterator,
+        cute.make_layout((HEAD_DIM, 3, P.tokens), stride=(1, HEAD_DIM, chunked.QKV_PITCH)),
     )
     u = beta * (v[row, 2, t].to(Float32) - rk * total)
     o = rq * total + kq * arch.shuffle_sync_bfly(u, offset=LANES // 2)
@@ -712,7 +771,9 @@ def advance(
 def take_gates(gates: cute.Tensor, M: Smem, at: Place, P: cutlass.Constexpr) -> None:
     """Output gates of the channels that this lane normalizes: four of token WARPS - 1 - warp."""
     token = min(chunked.WARPS - 1 - at.warp, P.tokens - 1)
-    quads = cute.make_tensor(M.out_gate.iterator, cute.make_layout((4, 32, P.tokens), stride=(1, 4, HEAD_DIM)))
+    quads = cute.make_tensor(
+        M.out_gate.iterator, cute.make_layout((4, 32, P.tokens), stride=(1, 4, HEAD_DIM))
+    )
     cute.autovec_copy(quads[None, at.lane, token], gates)
 
 
@@ -729,7 +790,9 @@ def normalize(
     """RMSNorm and output gate, a warp per token; zeros for a null item."""
     token, lane = chunked.WARPS - 1 - at.warp, at.lane
     if token < P.tokens:
-        quads = cute.make_tensor(M.o.iterator, cute.make_layout((4, 32, P.tokens), stride=(1, 4, HEAD_DIM)))
+        quads = cute.make_tensor(
+            M.o.iterator, cute.make_layout((4, 32, P.tokens), stride=(1, 4, HEAD_DIM))
+        )
         weights = cute.make_tensor(M.norm_weight.iterator, cute.make_layout((4, 32), stride=(1, 4)))
         o = cute.make_rmem_tensor(4, BFloat16)
         weight = cute.make_rmem_tensor(4, Float32)
@@ -746,7 +809,9 @@ def normalize(
             if not live:
                 y = Float32(0)
             result[e] = y.to(BFloat16)
-        address = streaming.results_of(A, item, P) + (Int64(token * A.heads) * HEAD_DIM + 4 * lane) * 2
+        address = (
+            streaming.results_of(A, item, P) + (Int64(token * A.heads) * HEAD_DIM + 4 * lane) * 2
+        )
         prologue.store_quad(result, address)
 
 

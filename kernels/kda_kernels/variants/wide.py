@@ -1,23 +1,28 @@
-"""KDA decode, spec and record steps, one CTA of 256 threads per item, two or three per SM, any convolution layout.
+"""KDA decode, spec and record steps, one CTA of 256 threads per item, two or three per SM, any
+convolution layout.
 
 projected   [requests * tokens, pitch]     bf16   q, k, v | output gate | f_a | raw beta
 conv_state  [slots, 3D, W]                 bf16, any strides; read and rolled
-state       [slots, heads, V=128, K=128]   f32 or bf16; updated (decode), read and written (spec), read (record)
+state       [slots, heads, V=128, K=128]   f32 or bf16; updated (decode), read and written (spec),
+            read (record)
 corrections [rows, heads, Q, 128]          f32, written (record)
 key_gates   [rows, heads, Q, 256]          bf16, written (record)
 out         [requests * tokens, D]         bf16
 
-All kinds begin alike; the state comes to shared memory meanwhile, in pieces that no barrier of the CTA stands before:
-  load      slot; weights, projection, window (cp.async); gate and convolution weights (registers); state (cp.async)
+All kinds begin alike; the state comes to shared memory meanwhile, in pieces that no barrier of the
+CTA stands before:
+  load      slot; weights, projection, window (cp.async); gate and convolution weights (registers);
+            state (cp.async)
   gate      gate projection on tensor cores, its decays; raw gates stored (record)
   convolve  q, k, v of all tokens; keys stored (record), window rolled
 Kind record, the chunked form. A warp's lines of the state are its own:
   build     norms, and the 2q vectors as fragments
   solve     A and B, a part per warp; one warp turns them into the triangles T and C
-  multiply  the state, line by line. Fewer lines than there are may have room: the others follow as these are used up
+  multiply  the state, line by line. Fewer lines than there are may have room: the others follow as
+            these are used up
   finish    corrections and outputs by one more small product, in registers; RMSNorm over the CTA
-Kinds decode and spec, token by token: a half-warp holds a row, and a thread the same columns of all its rows. Rows are
-advanced some at a time, by all tokens, and stored as soon as they are computed.
+Kinds decode and spec, token by token: a half-warp holds a row, and a thread the same columns of all
+its rows. Rows are advanced some at a time, by all tokens, and stored as soon as they are computed.
 Source: docs/operation.md, "The mathematics, per item" and "The same, chunked".
 """
 
@@ -38,7 +43,14 @@ from kda_kernels.device import blocks, smem
 from kda_kernels.device.gpu import RESERVED_SMEM_BYTES, SM_SMEM_BYTES, Gpu
 from kda_kernels.device.smem import Area, Smem
 from kda_kernels.operands import StepOperands
-from kda_kernels.parts import chunked, conv_window, gate_product, prologue, state_rows, wide_prologue
+from kda_kernels.parts import (
+    chunked,
+    conv_window,
+    gate_product,
+    prologue,
+    state_rows,
+    wide_prologue,
+)
 from kda_kernels.parts.conv_window import Window
 from kda_kernels.parts.prologue import Place, Record
 from kda_kernels.parts.state_rows import COLUMNS, HALF_WARP, LANES, PIECE_ROWS
@@ -82,15 +94,20 @@ class Spec:
     """Compile-time choices, and `pdl` of the launch.
 
     form               chunked: kind record; recurrence, token by token: the others
-    gate_mode          0: one chain of 8 tensor-core accumulations; 1: four chains of 2, summed in order
-    ctas               CTAs per SM to have room for; a record whose state is too large for it gets it by fewer lines at
-                       a time. None: as many as hold whole states, at most `most_ctas`
+    gate_mode          0: one chain of 8 tensor-core accumulations; 1: four chains of 2, summed in
+                       order
+    ctas               CTAs per SM to have room for; a record whose state is too large for it gets
+                       it by fewer lines at a time. None: as many as hold whole states, at most
+                       `most_ctas`
     evict              evict-first in L2 for the state
     stream_hints       stored states are streaming
-    terms              chunked, BF16 state: terms of the vectors in its products. 2: FP32 precision; 1: 4e-4
-    streamable         16-byte copies of projection and window (docs/operation.md, "Streamable"); False: by element
+    terms              chunked, BF16 state: terms of the vectors in its products. 2: FP32 precision;
+                       1: 4e-4
+    streamable         16-byte copies of projection and window (docs/operation.md, "Streamable");
+                       False: by element
     conv_weight_dtype  of convolution weight and bias
-    window             most entries of a dim-first window that is copied whole; None: those of the problem
+    window             most entries of a dim-first window that is copied whole; None: those of the
+                       problem
     pdl                programmatic dependent launch
     """
 
@@ -170,8 +187,8 @@ def _spec_areas(p: Plan) -> dict[str, Area]:
 
 
 def _record_areas(p: Plan) -> dict[str, Area]:
-    """Fragments in the place of x and f_a; A and B, a part per step, in that of gamma; T and C, also as fragments; sums
-    of squares of o by slot and warp."""
+    """Fragments in the place of x and f_a; A and B, a part per step, in that of gamma; T and C,
+    also as fragments; sums of squares of o by slot and warp."""
     return {
         "fragments": Area(Uint8, p.fragment_bytes, inside="x"),
         "gamma": Area(Float32, p.gamma_bytes // 4),
@@ -222,7 +239,9 @@ def plan(problem: Problem, spec: Spec) -> Plan:
 def most_ctas(problem: Problem, spec: Spec) -> int:
     """CTAs per SM that a thread has enough registers for, on all targets."""
     if problem.kind == "record":
-        return 2 if (problem.state_dtype, spec.terms, problem.tokens) == ("bf16", 2, MAX_TOKENS) else 3
+        return (
+            2 if (problem.state_dtype, spec.terms, problem.tokens) == ("bf16", 2, MAX_TOKENS) else 3
+        )
     return 2 if problem.kind == "spec" else 4 if problem.state_dtype == "bf16" else 3
 
 
@@ -251,7 +270,8 @@ def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
 
 
 def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
-    """From shapes alone; one binary serves all heads, requests and strides. Raises ValueError for unsupported pairs."""
+    """From shapes alone; one binary serves all heads, requests and strides. Raises ValueError for
+    unsupported pairs."""
     step.require("KdaWide", unsupported(problem, spec, gpu))
     p = plan(problem, spec)
     if _few_registers(p, gpu):
@@ -261,11 +281,16 @@ def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
 
 def _few_registers(p: Plan, gpu: Gpu) -> bool:
     """Where gate weights by sixteen bytes spill in a record step."""
-    return p.kind == "record" and (p.ctas_per_sm > 2 or p.state_dtype == "bf16") and gpu.arch != "sm_90a"
+    return (
+        p.kind == "record"
+        and (p.ctas_per_sm > 2 or p.state_dtype == "bf16")
+        and gpu.arch != "sm_90a"
+    )
 
 
 def launch(compiled: Compiled, operands: StepOperands, stream: int) -> None:
-    """Enqueue one step. Raises ValueError, naming the operand, for operands that the compiled kernel can't take."""
+    """Enqueue one step. Raises ValueError, naming the operand, for operands that the compiled
+    kernel can't take."""
     grid = (operands.A_log.shape[0], operands.slots.shape[0], 1)
     step.enqueue("KdaWide", compiled, operands, stream, grid)
 
@@ -291,7 +316,9 @@ def kda_wide_record(A: Arguments, P: cutlass.Constexpr) -> None:
         cells = M.state.iterator.toint() + at.tid * 16
         policy = blocks.evict_first() if const_expr(P.evict) else Int64(0)
         for line in range_constexpr(P.staged):
-            chunked.copy_line(cells + line * chunked.LINE_BYTES, item, Int32(line), warp, lane, policy, P.evict, P)
+            chunked.copy_line(
+                cells + line * chunked.LINE_BYTES, item, Int32(line), warp, lane, policy, P.evict, P
+            )
             arch.cp_async_commit_group()
         arch.cp_async_wait_group(P.staged)
         arch.sync_threads()
@@ -314,7 +341,9 @@ def kda_wide_record(A: Arguments, P: cutlass.Constexpr) -> None:
         chunked.token_products(M.fragments, M.partials, warp, lane, P)
         arch.sync_threads()
         if warp == chunked.SOLVER:
-            beta = blocks.sigmoid(M.beta[at.head % 2, min(lane % P.slots, P.tokens - 1)].to(Float32))
+            beta = blocks.sigmoid(
+                M.beta[at.head % 2, min(lane % P.slots, P.tokens - 1)].to(Float32)
+            )
             chunked.solve(M.partials, M.pairs, M.matrix, M.solution, beta, lane, P)
 
         sums = chunked.accumulators(P)
@@ -359,7 +388,9 @@ def kda_wide_decode(A: Arguments, P: cutlass.Constexpr) -> None:
     if page > 0:
         window = ask_window(A, M, page, Int32(0), at, P)
         weights = load_weights(A, at, P)
-        item = prologue.state_of(A, page, at.head, P) + state_rows.first_cell(Int32(0), warp, lane, P)
+        item = prologue.state_of(A, page, at.head, P) + state_rows.first_cell(
+            Int32(0), warp, lane, P
+        )
         cells = M.state.iterator.toint() + at.tid * 16
         ask_state(cells, item, P)
         arch.cp_async_wait_group(_PIECES)
@@ -424,7 +455,11 @@ def kda_wide_spec(A: Arguments, P: cutlass.Constexpr) -> None:
         window = ask_window(A, M, page, start, at, P)
         weights = load_weights(A, at, P)
         cells = M.state.iterator.toint() + at.tid * 16
-        ask_state(cells, prologue.state_of(A, read, at.head, P) + state_rows.first_cell(Int32(0), warp, lane, P), P)
+        ask_state(
+            cells,
+            prologue.state_of(A, read, at.head, P) + state_rows.first_cell(Int32(0), warp, lane, P),
+            P,
+        )
         arch.cp_async_wait_group(_PIECES)
         arch.sync_threads()
 
@@ -452,7 +487,8 @@ def kda_wide_spec(A: Arguments, P: cutlass.Constexpr) -> None:
 
 
 class Weights(NamedTuple):
-    """A thread's weights in registers: for `gate_product.product`; (channel of two, tap); (channel of two)."""
+    """A thread's weights in registers: for `gate_product.product`; (channel of two, tap); (channel
+    of two)."""
 
     gate: cute.Tensor
     taps: cute.Tensor
@@ -461,7 +497,8 @@ class Weights(NamedTuple):
 
 @cute.jit
 def begin(A: Arguments, M: Smem, request: Int32, at: Place, P: cutlass.Constexpr) -> Int64:
-    """Ask for all operands that need no slot. Returns where the item's results go, its first token's."""
+    """Ask for all operands that need no slot. Returns where the item's results go, its first
+    token's."""
     wide_prologue.load_vectors(A, M, at, P)
     arch.griddepcontrol_wait()
     arch.griddepcontrol_launch_dependents()
@@ -470,8 +507,11 @@ def begin(A: Arguments, M: Smem, request: Int32, at: Place, P: cutlass.Constexpr
 
 
 @cute.jit
-def ask_window(A: Arguments, M: Smem, page: Int32, start: Int32, at: Place, P: cutlass.Constexpr) -> Window:
-    """The last of an item's operands but the state; a group of copies with what `begin` has asked for."""
+def ask_window(
+    A: Arguments, M: Smem, page: Int32, start: Int32, at: Place, P: cutlass.Constexpr
+) -> Window:
+    """The last of an item's operands but the state; a group of copies with what `begin` has asked
+    for."""
     window: Window = conv_window.window_of(A, page, start)
     conv_window.load_all(M, window, at, P)
     arch.cp_async_commit_group()
@@ -507,12 +547,17 @@ def ask_state(cells: Int32, item: Int64, P: cutlass.Constexpr) -> None:
 
 
 @cute.jit
-def store_decay(raw: tuple[Float32, ...], M: Smem, lower_bound: Float32, at: Place, P: cutlass.Constexpr) -> None:
-    """Decays of 16 features from `chunked.raw_gates`: all four lanes of a pair hold it, two take one each."""
+def store_decay(
+    raw: tuple[Float32, ...], M: Smem, lower_bound: Float32, at: Place, P: cutlass.Constexpr
+) -> None:
+    """Decays of 16 features from `chunked.raw_gates`: all four lanes of a pair hold it, two take
+    one each."""
     side = at.lane % 4
     feature = 16 * at.warp + at.lane // 4 * 2 + side % 2
     rounded = (raw[0] if side % 2 == 0 else raw[2]).to(BFloat16).to(Float32)
-    d = blocks.exp(blocks.log_decay(rounded, M.dt_bias[feature], blocks.exp(M.A_log[0]), lower_bound))
+    d = blocks.exp(
+        blocks.log_decay(rounded, M.dt_bias[feature], blocks.exp(M.A_log[0]), lower_bound)
+    )
     if side < 2:
         M.vectors[2 * HEAD_DIM + feature] = d
 
@@ -543,7 +588,9 @@ def convolve_token(
     for i in range_constexpr(2):
         y = weights.bias[i].to(Float32)
         for tap in range_constexpr(CONV_WIDTH):
-            seen = blocks.high_half(words[tap]) if const_expr(i == 1) else blocks.low_half(words[tap])
+            seen = (
+                blocks.high_half(words[tap]) if const_expr(i == 1) else blocks.low_half(words[tap])
+            )
             y += weights.taps[i, tap].to(Float32) * seen
         values[i] = (y * blocks.sigmoid(y)).to(BFloat16).to(Float32)
     target = (3 if part == 2 else part) * pairs + pair
@@ -555,9 +602,12 @@ def convolve_token(
 
 @cute.jit
 def take_vector(M: Smem, part: cutlass.Constexpr, lane: Int32, P: cutlass.Constexpr) -> cute.Tensor:
-    """q, k or the decay in this lane's columns: 64 c + 4 l .. +3 (fp32) or 8 l .. +7 (bf16), l of its half-warp."""
+    """q, k or the decay in this lane's columns: 64 c + 4 l .. +3 (fp32) or 8 l .. +7 (bf16), l of
+    its half-warp."""
     stride = (1, 4, 64, HEAD_DIM) if const_expr(P.state_dtype == "fp32") else (1, 8, 4, HEAD_DIM)
-    vectors = cute.make_tensor(M.vectors.iterator, cute.make_layout((4, LANES, 2, 4), stride=stride))
+    vectors = cute.make_tensor(
+        M.vectors.iterator, cute.make_layout((4, LANES, 2, 4), stride=stride)
+    )
     x = cute.make_rmem_tensor((4, 2), Float32)
     for c in range_constexpr(2):
         cute.autovec_copy(vectors[None, lane % LANES, c, part], x[None, c])
@@ -610,7 +660,9 @@ def advance_rows(
 
 
 @cute.jit
-def normalize_rows(o: cute.Tensor, M: Smem, eps: Float32, results: Int64, warp: Int32, lane: Int32) -> None:
+def normalize_rows(
+    o: cute.Tensor, M: Smem, eps: Float32, results: Int64, warp: Int32, lane: Int32
+) -> None:
     """RMSNorm and output gate; lane 8 + 4j + piece of a half-warp stores that piece's row."""
     piece = lane % 4
     mine = o[0]
@@ -631,12 +683,15 @@ def normalize_rows(o: cute.Tensor, M: Smem, eps: Float32, results: Int64, warp: 
 
 
 @cute.jit
-def store_decays(raw: tuple[Float32, ...], M: Smem, lower_bound: Float32, at: Place, P: cutlass.Constexpr) -> None:
+def store_decays(
+    raw: tuple[Float32, ...], M: Smem, lower_bound: Float32, at: Place, P: cutlass.Constexpr
+) -> None:
     """Decays of 16 features and all tokens from `gate_product.raw_gates`."""
     feature = 16 * at.warp + at.lane // 4 * 2
     exp_A = blocks.exp(M.A_log[0])
     decays = cute.make_tensor(
-        M.gamma.iterator, cute.make_layout((2, HEAD_DIM // 2, P.tokens), stride=(1, 2, chunked.GAMMA_PITCH))
+        M.gamma.iterator,
+        cute.make_layout((2, HEAD_DIM // 2, P.tokens), stride=(1, 2, chunked.GAMMA_PITCH)),
     )
     for side in range_constexpr(2):
         token = 2 * (at.lane % 4) + side
@@ -644,7 +699,9 @@ def store_decays(raw: tuple[Float32, ...], M: Smem, lower_bound: Float32, at: Pl
             pair = cute.make_rmem_tensor(2, Float32)
             for i in range_constexpr(2):
                 rounded = raw[2 * i + side].to(BFloat16).to(Float32)
-                pair[i] = blocks.exp(blocks.log_decay(rounded, M.dt_bias[feature + i], exp_A, lower_bound))
+                pair[i] = blocks.exp(
+                    blocks.log_decay(rounded, M.dt_bias[feature + i], exp_A, lower_bound)
+                )
             cute.autovec_copy(pair, decays[None, feature // 2, token])
 
 
@@ -684,7 +741,8 @@ def advance_window(
     at: Place,
     P: cutlass.Constexpr,
 ) -> None:
-    """A pass's rows 8 part + 2j + half, j < 4, by all tokens, from their cells; each state to its page.
+    """A pass's rows 8 part + 2j + half, j < 4, by all tokens, from their cells; each state to its
+    page.
 
     slots   lane t holds that of token t
     """
@@ -695,7 +753,9 @@ def advance_window(
             S[i, j] = raw[i].to(Float32)
     # The row whose sums this lane gets: w of it, or in lanes 8.. of a half-warp y.
     own = 16 * at.warp + 2 * _PASS_ROWS * part + at.lane % 8 // 2 * 2 + at.lane // LANES
-    first = 2 * _PASS_ROWS * part * HEAD_DIM * P.item_bytes + state_rows.first_cell(Int32(0), at.warp, at.lane, P)
+    first = 2 * _PASS_ROWS * part * HEAD_DIM * P.item_bytes + state_rows.first_cell(
+        Int32(0), at.warp, at.lane, P
+    )
     for t in cutlass.range(P.tokens, unroll=1):
         d = take_decays(M, t, at.lane, P)
         k = take_columns(M, 1, t, at.lane, P)
@@ -730,7 +790,9 @@ def advance_window(
 
 
 @cute.jit
-def take_columns(M: Smem, part: cutlass.Constexpr, token: Int32, lane: Int32, P: cutlass.Constexpr) -> cute.Tensor:
+def take_columns(
+    M: Smem, part: cutlass.Constexpr, token: Int32, lane: Int32, P: cutlass.Constexpr
+) -> cute.Tensor:
     """q or k in this lane's columns, as `take_vector`."""
     stride = (1, 4, 64) if const_expr(P.state_dtype == "fp32") else (1, 8, 4)
     quads = cute.make_tensor(
@@ -751,7 +813,8 @@ def take_decays(M: Smem, token: Int32, lane: Int32, P: cutlass.Constexpr) -> cut
     """A token's decays in this lane's columns, as `take_vector`."""
     stride = (1, 4, 64) if const_expr(P.state_dtype == "fp32") else (1, 8, 4)
     quads = cute.make_tensor(
-        M.gamma.iterator, cute.make_layout((4, LANES, 2, P.tokens), stride=(*stride, chunked.GAMMA_PITCH))
+        M.gamma.iterator,
+        cute.make_layout((4, LANES, 2, P.tokens), stride=(*stride, chunked.GAMMA_PITCH)),
     )
     x = cute.make_rmem_tensor((4, 2), Float32)
     for c in range_constexpr(2):
@@ -760,7 +823,9 @@ def take_decays(M: Smem, token: Int32, lane: Int32, P: cutlass.Constexpr) -> cut
 
 
 @cute.jit
-def normalize_tokens(M: Smem, eps: Float32, results: Int64, at: Place, P: cutlass.Constexpr) -> None:
+def normalize_tokens(
+    M: Smem, eps: Float32, results: Int64, at: Place, P: cutlass.Constexpr
+) -> None:
     """RMSNorm and output gate of all tokens; a warp per token, four channels per lane."""
     if at.warp < P.tokens:
         layout = cute.make_layout((4, 32, P.tokens), stride=(1, 4, HEAD_DIM))
@@ -768,7 +833,9 @@ def normalize_tokens(M: Smem, eps: Float32, results: Int64, at: Place, P: cutlas
         gates = cute.make_rmem_tensor(4, BFloat16)
         weights = cute.make_rmem_tensor(4, Float32)
         cute.autovec_copy(cute.make_tensor(M.o.iterator, layout)[None, at.lane, at.warp], raw)
-        cute.autovec_copy(cute.make_tensor(M.out_gate.iterator, layout)[None, at.lane, at.warp], gates)
+        cute.autovec_copy(
+            cute.make_tensor(M.out_gate.iterator, layout)[None, at.lane, at.warp], gates
+        )
         quads = cute.make_layout((4, 32), stride=(1, 4))
         cute.autovec_copy(cute.make_tensor(M.norm_weight.iterator, quads)[None, at.lane], weights)
         square = Float32(0)
@@ -783,5 +850,9 @@ def normalize_tokens(M: Smem, eps: Float32, results: Int64, at: Place, P: cutlas
 
 _HOSTS = {
     kind: step.host_of(kernel)
-    for kind, kernel in (("decode", kda_wide_decode), ("spec", kda_wide_spec), ("record", kda_wide_record))
+    for kind, kernel in (
+        ("decode", kda_wide_decode),
+        ("spec", kda_wide_spec),
+        ("record", kda_wide_record),
+    )
 }

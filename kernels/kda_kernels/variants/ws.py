@@ -1,35 +1,41 @@
-"""KDA decode, spec and record steps for many items: persistent, one CTA per SM, its warps specialized.
+"""KDA decode, spec and record steps for many items: persistent, one CTA per SM, its warps
+specialized.
 
 projected   [requests * tokens, pitch]     bf16   q, k, v | output gate | f_a | raw beta
 conv_state  [slots, 3D, W]                 bf16, dim-first or window-major; read and rolled
-state       [slots, heads, V=128, K=128]   f32 or bf16; read (record), updated in place (decode), written after every
-                                           token (spec)
+state       [slots, heads, V=128, K=128]   f32 or bf16; read (record), updated in place (decode),
+                                           written after every token (spec)
 corrections [rows, heads, Q, 128]          f32, written (record)
 key_gates   [rows, heads, Q, 256]          bf16, written (record)
 out         [requests * tokens, D]         bf16
 
-A CTA walks a run of consecutive items (walk.py). In its steady state three groups of warps work on three items:
-  prologue  8 warps, item i+1: convolution, gate on tensor cores, decays, sums for the norms; leaves the window, the
-            recorded keys and gates, and the vectors for the product (ws_prologue.py)
-  product   8 warps, item i: what the state takes part in. The state lies in cells of shared memory that are private to
-            the threads (cp.async, no barrier), several items of it, and is refilled as it is read (ws_product.py)
-  epilogue  4 warps, item i-1: RMSNorm and output gate; for record also the substitution and the corrections
-            (ws_epilogue.py)
+A CTA walks a run of consecutive items (walk.py). In its steady state three groups of warps work on
+three items:
+  prologue  8 warps, item i+1: convolution, gate on tensor cores, decays, sums for the norms; leaves
+            the window, the recorded keys and gates, and the vectors for the product
+            (ws_prologue.py)
+  product   8 warps, item i: what the state takes part in. The state lies in cells of shared memory
+            that are private to the threads (cp.async, no barrier), several items of it, and is
+            refilled as it is read (ws_product.py)
+  epilogue  4 warps, item i-1: RMSNorm and output gate; for record also the substitution and the
+            corrections (ws_epilogue.py)
 Norms are deferred: vectors stay unnormalized, rk and rq are the inverse norms.
 
-record: the chunked form. The vectors are MMA fragments of the 2q vectors Gamma_t k_t, Gamma_t q_t and of the q vectors
-k_t / Gamma_t. Product, warp = 16 state rows: w = S (Gamma k), y = S (Gamma q) on tensor cores, state and vectors in two
-BF16 terms. The products of vectors with vectors, A and B, come from the same fragments: k_s / Gamma_s are further state
-rows. Epilogue, thread = row, with u'_s = rk_s u_s:
+record: the chunked form. The vectors are MMA fragments of the 2q vectors Gamma_t k_t, Gamma_t q_t
+and of the q vectors k_t / Gamma_t. Product, warp = 16 state rows: w = S (Gamma k), y = S (Gamma q)
+on tensor cores, state and vectors in two BF16 terms. The products of vectors with vectors, A and B,
+come from the same fragments: k_s / Gamma_s are further state rows. Epilogue, thread = row, with
+u'_s = rk_s u_s:
   u_t = beta_t (v_t - rk_t (w_t + sum_{s<t} A_ts u'_s)),  o_t = rq_t (y_t + sum_{s<=t} B_ts u'_s)
 
-decode, spec: the recurrence in FP32. Product, warp = 16 state rows, half a warp per row: the state stays in registers
-over the tokens; w = S (d k), y = S (d q), then
+decode, spec: the recurrence in FP32. Product, warp = 16 state rows, half a warp per row: the state
+stays in registers over the tokens; w = S (d k), y = S (d q), then
   u = beta (v - w rk),  o = rq (y + u rk k.q),  S <- S d + (u rk) k
 
-Handed on by rings of stages (ring.py): vectors (prologue to product), results (product to epilogue). What the epilogue
-takes from the prologue, v and the sums of a window, is there when the results are: its ring says only when it is empty.
-Source: docs/operation.md, "The mathematics, per item" and "The same, chunked".
+Handed on by rings of stages (ring.py): vectors (prologue to product), results (product to
+epilogue). What the epilogue takes from the prologue, v and the sums of a window, is there when the
+results are: its ring says only when it is empty. Source: docs/operation.md, "The mathematics, per
+item" and "The same, chunked".
 """
 
 from __future__ import annotations
@@ -85,7 +91,8 @@ arch = cute.arch
 class Spec:
     """Compile-time choices, and `pdl` of the launch.
 
-    gate_mode          0: one chain of 8 tensor-core accumulations; 1: four chains of 2, summed in order
+    gate_mode          0: one chain of 8 tensor-core accumulations; 1: four chains of 2, summed in
+                       order
     terms              BF16 terms that a record's vectors are split in; 1 only with a BF16 state
     conv_weight_dtype  of convolution weight and bias
     window             entries W of a dim-first window; None: those of the problem
@@ -100,7 +107,8 @@ class Spec:
 
 
 def plan(problem: Problem, spec: Spec, gpu: Gpu) -> Plan:
-    """As many stages of state as fit (at least 2), up to 192 KiB, for record 128 KiB; of results 2 if they fit."""
+    """As many stages of state as fit (at least 2), up to 192 KiB, for record 128 KiB; of results 2
+    if they fit."""
     layout, window = arguments.window_rules(problem, streamable=True, entries=spec.window)
 
     def with_stages(state: int, results: int) -> Plan:
@@ -140,26 +148,33 @@ def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
     if why := step.window_refused(problem, spec.window):
         return why
     p = plan(problem, spec, gpu)
-    return step.gate_refused(problem, p.least_log_gate) or step.smem_refused(p.smem_bytes, gpu.smem_per_block)
+    return step.gate_refused(problem, p.least_log_gate) or step.smem_refused(
+        p.smem_bytes, gpu.smem_per_block
+    )
 
 
 def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
-    """From shapes alone; one binary serves all heads, requests and strides. Raises ValueError for unsupported pairs."""
+    """From shapes alone; one binary serves all heads, requests and strides. Raises ValueError for
+    unsupported pairs."""
     step.require("KdaWS", unsupported(problem, spec, gpu))
     return step.build(_HOST, plan(problem, spec, gpu), spec, gpu)
 
 
 def launch(compiled: Compiled, operands: StepOperands, stream: int) -> None:
-    """Enqueue one step. Raises ValueError, naming the operand, for operands that the compiled kernel can't take."""
+    """Enqueue one step. Raises ValueError, naming the operand, for operands that the compiled
+    kernel can't take."""
     _check(compiled.plan, operands)
     runs = walk.PLAIN.runs(operands.A_log.shape[0], operands.slots.shape[0], compiled.sms, least=2)
     step.enqueue("KdaWS", compiled, operands, stream, runs.grid, runs.per)
 
 
 def _check(p: Plan, o: StepOperands) -> None:
-    """A window's entries are part of the code here, where other kernels take any number up to the plan's."""
+    """A window's entries are part of the code here, where other kernels take any number up to the
+    plan's."""
     if p.layout == "rows" and o.conv_state.shape[2] != p.window:
-        raise ValueError(f"conv_state has {o.conv_state.shape[2]} entries, the compiled kernel takes {p.window}")
+        raise ValueError(
+            f"conv_state has {o.conv_state.shape[2]} entries, the compiled kernel takes {p.window}"
+        )
 
 
 @cute.kernel
@@ -177,8 +192,8 @@ def kda_ws(A: Arguments, P: cutlass.Constexpr) -> None:
         M.value_ring.init(32 * PROLOGUE, 32 * P.finishers)
         arch.mbarrier_init_fence()
 
-    # Zero, which the compiler must not know: loads that it takes for the same in all lanes go to a uniform register,
-    # and so are waited for at once.
+    # Zero, which the compiler must not know: loads that it takes for the same in all lanes go to a
+    # uniform register, and so are waited for at once.
     zero = Int32(lane >= 32 * A.heads)
     more, product, less = REGISTERS[P.kind, P.layout]
     if warp < PROLOGUE:
@@ -206,7 +221,8 @@ _HOST = step.host_of(kda_ws, carveout=None)
 
 @cute.jit
 def run_of(A: Arguments, cta: Int32) -> tuple[Item, Int32]:
-    """A CTA's first item and how many it has. For each group anew: nothing then stays in registers over all of them."""
+    """A CTA's first item and how many it has. For each group anew: nothing then stays in registers
+    over all of them."""
     begin = cta * A.per
     return walk.item_at(begin, A.per, A.heads, A.requests), min(A.per, A.heads * A.requests - begin)
 

@@ -1,4 +1,5 @@
-"""KdaWS's epilogue: RMSNorm and output gate; of a record before that the substitution and the corrections."""
+"""KdaWS's epilogue: RMSNorm and output gate; of a record before that the substitution and the
+corrections."""
 
 from __future__ import annotations
 
@@ -30,8 +31,11 @@ _BARRIER = 1
 
 
 @cute.jit
-def record_epilogue(A: Arguments, M: Smem, start: Item, count: Int32, tid: Int32, P: cutlass.Constexpr) -> None:
-    """Thread = state row in the substitution, 8 channels of a token in the norm. Gates come an item ahead."""
+def record_epilogue(
+    A: Arguments, M: Smem, start: Item, count: Int32, tid: Int32, P: cutlass.Constexpr
+) -> None:
+    """Thread = state row in the substitution, 8 channels of a token in the norm. Gates come an item
+    ahead."""
     lane = tid % 32
     t, unit = min(tid // 16, P.tokens - 1), tid % 16
     numbers = cute.make_rmem_tensor(P.numbers, Int32)
@@ -53,7 +57,11 @@ def record_epilogue(A: Arguments, M: Smem, start: Item, count: Int32, tid: Int32
         result.fill(BFloat16(0))
         if slot > 0:
             results = M.results[None, result_turn.stage]
-            kept = Int64(record) * A.corrections_stride + Int64(item.head * A.record_tokens) * HEAD_DIM + tid
+            kept = (
+                Int64(record) * A.corrections_stride
+                + Int64(item.head * A.record_tokens) * HEAD_DIM
+                + tid
+            )
             add_parts(A, M, results, value_turn.stage, tid, P)
             arch.barrier(barrier_id=_BARRIER, number_of_threads=32 * EPILOGUE)
             substitute(M, results, value_turn.stage, record, A.corrections + kept * 4, tid, P)
@@ -61,7 +69,8 @@ def record_epilogue(A: Arguments, M: Smem, start: Item, count: Int32, tid: Int32
             # From L1; over the substitution registers are short.
             norm = blocks.get_vector(Float32, A.norm_weight + Int64(unit) * 32, UNIT)
             outputs = cute.make_tensor(
-                results.iterator, cute.make_layout((4, 2, 16, P.tokens), stride=(1, 4, UNIT, RESULT_PITCH))
+                results.iterator,
+                cute.make_layout((4, 2, 16, P.tokens), stride=(1, 4, UNIT, RESULT_PITCH)),
             )
             o = cute.make_rmem_tensor((4, 2), Float32)
             for i in range_constexpr(2):
@@ -75,13 +84,17 @@ def record_epilogue(A: Arguments, M: Smem, start: Item, count: Int32, tid: Int32
         value_turn = M.value_ring.after(value_turn)
         item = walk.next_item(item, A.heads, A.requests)
         if n + 1 < count:
-            gates.store(blocks.get_vector(BFloat16, channels_of(A, item, t, unit * UNIT, P)[0], UNIT).load())
+            gates.store(
+                blocks.get_vector(BFloat16, channels_of(A, item, t, unit * UNIT, P)[0], UNIT).load()
+            )
             if (n + 1) % 32 == 0:
                 load_numbers(A, numbers, item, lane, P)
 
 
 @cute.jit
-def channels_of(A: Arguments, item: Item, t: Int32, channel: Int32, P: cutlass.Constexpr) -> tuple[Int64, Int64]:
+def channels_of(
+    A: Arguments, item: Item, t: Int32, channel: Int32, P: cutlass.Constexpr
+) -> tuple[Int64, Int64]:
     """Addresses of a token's output gate and output, from a channel of the item's head on."""
     row = Int64(item.request * P.tokens) + t
     D = Int64(A.heads) * HEAD_DIM
@@ -91,10 +104,15 @@ def channels_of(A: Arguments, item: Item, t: Int32, channel: Int32, P: cutlass.C
 
 @cute.jit
 def add_parts(
-    A: Arguments, M: Smem, results: cute.Tensor, value_stage: Int32, tid: Int32, P: cutlass.Constexpr
+    A: Arguments,
+    M: Smem,
+    results: cute.Tensor,
+    value_stage: Int32,
+    tid: Int32,
+    P: cutlass.Constexpr,
 ) -> None:
-    """A and B [s, column] from their partial sums, to the place of the first; beta of a token, from its raw one, and
-    behind it rk and rq. In the same order every time.
+    """A and B [s, column] from their partial sums, to the place of the first; beta of a token, from
+    its raw one, and behind it rk and rq. In the same order every time.
     """
     partial = cute.make_tensor(
         results.iterator + P.columns * RESULT_PITCH,
@@ -125,11 +143,13 @@ def substitute(
     row: Int32,
     P: cutlass.Constexpr,
 ) -> None:
-    """Corrections of one row, and outputs, rounded, in the place of its first products. As soon as a correction is
-    known, all later sums take their part of it.
+    """Corrections of one row, and outputs, rounded, in the place of its first products. As soon as
+    a correction is known, all later sums take their part of it.
     """
     half = P.columns // 2
-    rows = cute.make_tensor(results.iterator, cute.make_layout((HEAD_DIM, P.columns), stride=(1, RESULT_PITCH)))
+    rows = cute.make_tensor(
+        results.iterator, cute.make_layout((HEAD_DIM, P.columns), stride=(1, RESULT_PITCH))
+    )
     v = cute.make_tensor(
         M.values[None, value_stage].iterator,
         cute.make_layout((HEAD_DIM, P.tokens), stride=(1, P.value_pitch)),
@@ -175,7 +195,8 @@ def normalize(
     eps: Float32,
     lanes: cutlass.Constexpr,
 ) -> None:
-    """RMSNorm and output gate of a token's channels, which lie on neighbouring lanes; o is rounded."""
+    """RMSNorm and output gate of a token's channels, which lie on neighbouring lanes; o is
+    rounded."""
     square = Float32(0)
     for e in range_constexpr(cute.size(o)):
         square += o[e] * o[e]
@@ -206,8 +227,13 @@ def step_epilogue(
     for n in cutlass.range(rounds, unroll=1):
         result_turn = M.result_ring.turn(n)
         slot, _, _ = pages_of(A, item.request, zero, P)
-        tokens = [min(warp + EPILOGUE * i, P.tokens - 1) for i in range((P.tokens + EPILOGUE - 1) // EPILOGUE)]
-        gates = [blocks.get_vector(BFloat16, channels_of(A, item, t, 4 * lane, P)[0], 4) for t in tokens]
+        tokens = [
+            min(warp + EPILOGUE * i, P.tokens - 1)
+            for i in range((P.tokens + EPILOGUE - 1) // EPILOGUE)
+        ]
+        gates = [
+            blocks.get_vector(BFloat16, channels_of(A, item, t, 4 * lane, P)[0], 4) for t in tokens
+        ]
         M.result_ring.consumer_wait(result_turn)
         results = cute.make_tensor(
             M.results[None, result_turn.stage].iterator,

@@ -1,4 +1,5 @@
-"""What the groups of warps of KdaWS share: the plan of a binary, shared memory, the hand-over, places of fragments."""
+"""What the groups of warps of KdaWS share: the plan of a binary, shared memory, the hand-over,
+places of fragments."""
 
 from __future__ import annotations
 
@@ -32,15 +33,16 @@ REGISTERS = {
     ("record", "rows"): (96, 96, 96),
     ("record", "taps"): (104, 96, 80),
 }
-"""Of a thread of each group, by setmaxnreg, by kind and layout: the splits without spills on all targets. Multiples of
-8; together at most LAUNCHED per thread.
+"""Of a thread of each group, by setmaxnreg, by kind and layout: the splits without spills on all
+targets. Multiples of 8; together at most LAUNCHED per thread.
 """
 
 INPUT_STAGES = 2
 VECTOR_STAGES = 2
 VALUE_STAGES = 3
 BOTTLENECK_STAGES = VALUE_STAGES
-"""One more than of the other inputs: who asks for item n+2's then knows that all warps are done with item n-1's."""
+"""One more than of the other inputs: who asks for item n+2's then knows that all warps are done
+with item n-1's."""
 
 RESULT_PITCH = HEAD_DIM + 4  # pitches that spread an MMA's rows over the banks
 BOTTLENECK_PITCH = HEAD_DIM + 16  # of f_a in bf16; behind the 128 elements raw betas of two heads
@@ -49,7 +51,8 @@ arch = cute.arch
 
 
 MIN_LOG_DECAY = -64.0
-"""Record: lower_bound * tokens must not lie below, so that 1 / Gamma and its split stay far inside FP32."""
+"""Record: lower_bound * tokens must not lie below, so that 1 / Gamma and its split stay far inside
+FP32."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,8 @@ class Plan(StepPlan):
 
     @property
     def keeps_gate(self) -> bool:
-        """Whether a head's gate weights stay in registers. A spec's time is that of its states: it loads them anew."""
+        """Whether a head's gate weights stay in registers. A spec's time is that of its states: it
+        loads them anew."""
         return self.kind != "spec"
 
     @property
@@ -100,12 +104,14 @@ class Plan(StepPlan):
 
     @property
     def lane_tokens(self) -> int:
-        """Tokens of a lane of the prologue: lane q of a group of four has `lane_tokens * q` and those after it."""
+        """Tokens of a lane of the prologue: lane q of a group of four has `lane_tokens * q` and
+        those after it."""
         return 1 if self.tokens <= 4 else 2
 
     @property
     def row_pitch(self) -> int:
-        """Elements between the first inputs of neighbouring lanes of a group of four: eight banks apart."""
+        """Elements between the first inputs of neighbouring lanes of a group of four: eight banks
+        apart."""
         return (6 * HEAD_DIM * self.lane_tokens + 32) // 2
 
     @property
@@ -124,13 +130,14 @@ class Plan(StepPlan):
 
     @property
     def sums(self) -> int:
-        """Kinds of sums over the channels of a token: k.k, q.q and, without the chunked form, k.q."""
+        """Kinds of sums over the channels of a token: k.k, q.q and, without the chunked form,
+        k.q."""
         return 2 if self.chunked else 3
 
     @property
     def sum_words(self) -> int:
-        """Of a token: each sum's part from every warp of the prologue; then beta, in the chunked form from the prologue
-        raw, and room for rk and rq.
+        """Of a token: each sum's part from every warp of the prologue; then beta, in the chunked
+        form from the prologue raw, and room for rk and rq.
         """
         return PROLOGUE * self.sums + 4
 
@@ -145,7 +152,8 @@ class Plan(StepPlan):
 
     @property
     def columns(self) -> int:
-        """Of the products with the state; column t belongs to Gamma_t k_t, column `columns / 2 + t` to Gamma_t q_t."""
+        """Of the products with the state; column t belongs to Gamma_t k_t, column `columns / 2 + t`
+        to Gamma_t q_t."""
         return 8 * self.tiles
 
     @property
@@ -164,8 +172,8 @@ class Plan(StepPlan):
         return HEAD_DIM * HEAD_DIM // (self.vector * 32 * PRODUCT)
 
     def unit_offset(self, unit: int) -> int:
-        """Byte offset of a thread's cell in a page, from its first one. A warp asks for 64 bytes of eight rows at a
-        time (record, upper rows first), or for half or whole rows, two at a time.
+        """Byte offset of a thread's cell in a page, from its first one. A warp asks for 64 bytes of
+        eight rows at a time (record, upper rows first), or for half or whole rows, two at a time.
         """
         row_bytes = HEAD_DIM * self.item_bytes
         if self.chunked:
@@ -180,15 +188,16 @@ class Plan(StepPlan):
 
     @property
     def result_words(self) -> int:
-        """A stage of results: w and y, then the partial sums of A and B; without the chunked form o."""
+        """A stage of results: w and y, then the partial sums of A and B; without the chunked form
+        o."""
         if not self.chunked:
             return self.tokens * HEAD_DIM
         return self.columns * RESULT_PITCH + self.partials * 8 * self.columns
 
     @property
     def vector_words(self) -> int:
-        """A stage of vectors. record: fragments, (word, half, lane, tile, step); the last tile holds k / Gamma. Else
-        FP32, per token: d k, d q, d, k, v.
+        """A stage of vectors. record: fragments, (word, half, lane, tile, step); the last tile
+        holds k / Gamma. Else FP32, per token: d k, d q, d, k, v.
         """
         return STEPS * (self.tiles + 1) * 128 if self.chunked else self.tokens * 5 * HEAD_DIM
 
@@ -246,16 +255,21 @@ def allocate(P: cutlass.Constexpr) -> Any:
 
 @cute.jit
 def request_after(item: Item, steps: Int32) -> Int32:
-    """The request of the item that many steps after one in its block of the walk; past it, one of the block's too."""
+    """The request of the item that many steps after one in its block of the walk; past it, one of
+    the block's too."""
     return item.first + (item.request - item.first + steps) % item.size
 
 
 @cute.jit
-def load_numbers(A: Arguments, numbers: cute.Tensor, item: Item, lane: Int32, P: cutlass.Constexpr) -> None:
-    """What 32 items from `item` on are looked up by, one item on each lane (`Plan.numbers`): slot of its window, not
-    above 0 for a null request; then row of its record or, for spec, the window's entry where its history begins.
+def load_numbers(
+    A: Arguments, numbers: cute.Tensor, item: Item, lane: Int32, P: cutlass.Constexpr
+) -> None:
+    """What 32 items from `item` on are looked up by, one item on each lane (`Plan.numbers`): slot
+    of its window, not above 0 for a null request; then row of its record or, for spec, the window's
+    entry where its history begins.
 
-    A CTA's items lie in one block of the walk. No item waits for its own numbers, which under load take a microsecond.
+    A CTA's items lie in one block of the walk. No item waits for its own numbers, which under load
+    take a microsecond.
     """
     request = request_after(item, lane)
     row = A.slots + Int64(request) * A.slots_stride * 4
@@ -271,9 +285,12 @@ def load_numbers(A: Arguments, numbers: cute.Tensor, item: Item, lane: Int32, P:
 
 
 @cute.jit
-def pages_of(A: Arguments, request: Int32, zero: Int32, P: cutlass.Constexpr) -> tuple[Int32, Int32, Int32]:
-    """A request's slots of its window and of the state that it starts from, which are not above 0 for a null request,
-    and the entry of the window where its history begins. Past the last request: those of the last.
+def pages_of(
+    A: Arguments, request: Int32, zero: Int32, P: cutlass.Constexpr
+) -> tuple[Int32, Int32, Int32]:
+    """A request's slots of its window and of the state that it starts from, which are not above 0
+    for a null request, and the entry of the window where its history begins. Past the last request:
+    those of the last.
     """
     row = A.slots + Int64(min(request, A.requests - 1)) * A.slots_stride * 4
     slot = blocks.at(Int32, row, zero)
@@ -288,8 +305,11 @@ def pages_of(A: Arguments, request: Int32, zero: Int32, P: cutlass.Constexpr) ->
 
 @cute.jit
 def copy_async(shared: Int32, address: Int64) -> None:
-    """cp.async of 16 bytes from global memory; L2 fetches the whole 128-byte line, whose rest others ask for."""
-    arch.inline_ptx("cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16;", read_only_args=[shared, address])
+    """cp.async of 16 bytes from global memory; L2 fetches the whole 128-byte line, whose rest
+    others ask for."""
+    arch.inline_ptx(
+        "cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16;", read_only_args=[shared, address]
+    )
 
 
 @cute.jit
@@ -297,14 +317,16 @@ def fragments_of(M: Smem, stage: Int32, P: cutlass.Constexpr) -> cute.Tensor:
     """(first and second term of two columns, half, place, tile, step) of a stage."""
     return cute.make_tensor(
         M.vectors[None, stage].iterator,
-        cute.make_layout((2, 2, 32, P.tiles + 1, STEPS), stride=(1, 2, 4, 128, 128 * (P.tiles + 1))),
+        cute.make_layout(
+            (2, 2, 32, P.tiles + 1, STEPS), stride=(1, 2, 4, 128, 128 * (P.tiles + 1))
+        ),
     )
 
 
 @cute.jit
 def place_of(lane: Int32) -> Int32:
-    """Where the words of an MMA's lane lie in a fragment, so that those who write a pair of columns of several vectors
-    meet different banks.
+    """Where the words of an MMA's lane lie in a fragment, so that those who write a pair of columns
+    of several vectors meet different banks.
     """
     return lane ^ (lane // 8 * 2)
 
@@ -313,7 +335,8 @@ def place_of(lane: Int32) -> Int32:
 def fragment_of(quad: Int32, P: cutlass.Constexpr) -> tuple[Int32, Int32]:
     """MMA step along K, and lane of a group of four, that hold the columns 4*quad .. +3.
 
-    A lane takes 16 neighbouring bytes of a state row: four columns of one step (FP32), or eight of two (BF16).
+    A lane takes 16 neighbouring bytes of a state row: four columns of one step (FP32), or eight of
+    two (BF16).
     """
     if const_expr(P.state_dtype == "fp32"):
         return quad // 4, quad % 4
@@ -332,7 +355,9 @@ def sums_of(M: Smem, stage: Int32, t: Int32, P: cutlass.Constexpr) -> cute.Tenso
 @cute.jit
 def total_of(words: cute.Tensor, which: Any) -> Float32:
     """A token's sum from the parts of all warps of the prologue."""
-    fours = cute.make_tensor(words.iterator, cute.make_layout((4, PROLOGUE // 4, 3), stride=(1, 4, PROLOGUE)))
+    fours = cute.make_tensor(
+        words.iterator, cute.make_layout((4, PROLOGUE // 4, 3), stride=(1, 4, PROLOGUE))
+    )
     parts = cute.make_rmem_tensor((4, PROLOGUE // 4), Float32)
     for i in range_constexpr(PROLOGUE // 4):
         cute.autovec_copy(fours[None, i, which], parts[None, i])

@@ -1,9 +1,10 @@
 """KdaWS's product: what the state takes part in.
 
-record   the chunked form, warp = 16 state rows: products of the state with all vectors, and this warp's part of those
-         of vectors with vectors, on tensor cores
-others   token by token, warp = 16 state rows, two at a time: the state stays in registers over the tokens
-A thread's cells of the state come by cp.async, item n + stages as soon as item n's are read, without a barrier.
+record   the chunked form, warp = 16 state rows: products of the state with all vectors, and this
+         warp's part of those of vectors with vectors, on tensor cores
+others   token by token, warp = 16 state rows, two at a time: the state stays in registers over the
+tokens A thread's cells of the state come by cp.async, item n + stages as soon as item n's are read,
+without a barrier.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ arch = cute.arch
 
 @cute.jit
 def page_of(A: Arguments, base: Int64, slot: Int32, head: Int32, P: cutlass.Constexpr) -> Int64:
-    return base + (Int64(slot) * A.state_stride + Int64(head) * (HEAD_DIM * HEAD_DIM)) * P.item_bytes
+    return (
+        base + (Int64(slot) * A.state_stride + Int64(head) * (HEAD_DIM * HEAD_DIM)) * P.item_bytes
+    )
 
 
 @cute.jit
@@ -49,13 +52,20 @@ def cells_of(M: Smem, P: cutlass.Constexpr) -> cute.Tensor:
     threads = 32 * PRODUCT
     return cute.make_tensor(
         M.state.iterator,
-        cute.make_layout((4, threads, P.units, P.state_stages), stride=(1, 4, 4 * threads, 4 * threads * P.units)),
+        cute.make_layout(
+            (4, threads, P.units, P.state_stages), stride=(1, 4, 4 * threads, 4 * threads * P.units)
+        ),
     )
 
 
 @cute.jit
 def load_group(
-    cells: cute.Tensor, page: Int64, group: cutlass.Constexpr, stage: Int32, tid: Int32, P: cutlass.Constexpr
+    cells: cute.Tensor,
+    page: Int64,
+    group: cutlass.Constexpr,
+    stage: Int32,
+    tid: Int32,
+    P: cutlass.Constexpr,
 ) -> None:
     """Ask for a group of a thread's cells, from its place in a page."""
     for i in range_constexpr(P.units // P.groups):
@@ -101,7 +111,8 @@ def record_product(
     zero: Int32,
     P: cutlass.Constexpr,
 ) -> None:
-    """Warp = 16 state rows, lane (g, q) = columns of rows g and g + 8. Its cells are refilled with item n + stages."""
+    """Warp = 16 state rows, lane (g, q) = columns of rows g and g + 8. Its cells are refilled with
+    item n + stages."""
     tid = warp * 32 + lane
     base = A.state + Int64((warp * 16 + lane // 4) * (HEAD_DIM * P.item_bytes) + lane % 4 * 16)
     cells = cells_of(M, P)
@@ -131,7 +142,8 @@ def record_product(
         sums = [none for _ in range(P.tiles)]
         corrections = [none for _ in range(P.tiles)]  # products with a second term
         for group in range_constexpr(P.groups):
-            # All stages are asked for, each group again as soon as it is read: this one is the oldest.
+            # All stages are asked for, each group again as soon as it is read: this one is the
+            # oldest.
             arch.cp_async_wait_group(P.state_stages * P.groups - 1)
             words = cute.make_rmem_tensor((4, P.units // P.groups), Uint32)
             for i in range_constexpr(P.units // P.groups):
@@ -144,16 +156,22 @@ def record_product(
                     b = vector_of(fragments, place, tile, step)
                     sums[tile] = blocks.mma_16816(sums[tile], a, (b[0, 0], b[0, 1]))
                     if const_expr(P.terms == 2):
-                        corrections[tile] = blocks.mma_16816(corrections[tile], a, (b[1, 0], b[1, 1]))
+                        corrections[tile] = blocks.mma_16816(
+                            corrections[tile], a, (b[1, 0], b[1, 1])
+                        )
                     if const_expr(P.state_dtype == "fp32"):
-                        corrections[tile] = blocks.mma_16816(corrections[tile], a_rest, (b[0, 0], b[0, 1]))
+                        corrections[tile] = blocks.mma_16816(
+                            corrections[tile], a_rest, (b[0, 0], b[0, 1])
+                        )
             if refill > 0:
                 load_group(cells, page, group, state.stage, tid, P)
             arch.cp_async_commit_group()
         M.vector_ring.consumer_release(turn)
 
         M.result_ring.producer_acquire(result_turn)
-        put_results(M.results[None, result_turn.stage], sums, corrections, coefficients, warp, lane, P)
+        put_results(
+            M.results[None, result_turn.stage], sums, corrections, coefficients, warp, lane, P
+        )
         M.result_ring.producer_commit(result_turn)
         state = ring.after(state, P.state_stages)
 
@@ -170,7 +188,8 @@ def vector_of(fragments: cute.Tensor, place: Int32, tile: Any, step: Any) -> cut
 def truncated_off(x: Float32, y: Float32) -> Uint32:
     """What `chunked.truncated` leaves of two floats, rounded to BF16, as the halves of a word.
 
-    The second term of `chunked.split_truncated`, whose order of instructions schedules this kernel otherwise.
+    The second term of `chunked.split_truncated`, whose order of instructions schedules this kernel
+    otherwise.
     """
     return blocks.pack(x - blocks.high_half(x), y - blocks.high_half(y))
 
@@ -179,19 +198,27 @@ def truncated_off(x: Float32, y: Float32) -> Uint32:
 def operand(
     words: cute.Tensor, j: cutlass.Constexpr, P: cutlass.Constexpr
 ) -> tuple[tuple[Uint32, ...], tuple[Uint32, ...]]:
-    """First and second terms of step j of a group, from the cells of rows g (even) and g + 8 (odd)."""
+    """First and second terms of step j of a group, from the cells of rows g (even) and g + 8
+    (odd)."""
     if const_expr(P.state_dtype == "bf16"):
         a = (words[2 * j, 0], words[2 * j, 1], words[2 * j + 1, 0], words[2 * j + 1, 1])
         return a, a
     cells = cute.recast_tensor(words, Float32)
-    pairs = [(cells[2 * half, 2 * j + row], cells[2 * half + 1, 2 * j + row]) for half in range(2) for row in range(2)]
+    pairs = [
+        (cells[2 * half, 2 * j + row], cells[2 * half + 1, 2 * j + row])
+        for half in range(2)
+        for row in range(2)
+    ]
     first = tuple(chunked.truncated(*pair) for pair in pairs)
     return first, tuple(truncated_off(*pair) for pair in pairs)
 
 
 @cute.jit
-def vector_products(fragments: cute.Tensor, warp: Int32, place: Int32, P: cutlass.Constexpr) -> tuple[Float32, Float32]:
-    """This warp's part of A or B: (k_s / Gamma_s) . vector n over `tiles` steps, s = g, n = 2q and 2q + 1 of its tile.
+def vector_products(
+    fragments: cute.Tensor, warp: Int32, place: Int32, P: cutlass.Constexpr
+) -> tuple[Float32, Float32]:
+    """This warp's part of A or B: (k_s / Gamma_s) . vector n over `tiles` steps, s = g, n = 2q and
+    2q + 1 of its tile.
 
     The vectors of tile `warp % tiles` and the steps from `warp // tiles * tiles` on.
     """
@@ -221,7 +248,9 @@ def put_results(
 ) -> None:
     """w and y [column, row], and this warp's partial sums of A and B [partial, s, column]."""
     g, q = lane // 4, lane % 4
-    rows = cute.make_tensor(results.iterator, cute.make_layout((HEAD_DIM, P.columns), stride=(1, RESULT_PITCH)))
+    rows = cute.make_tensor(
+        results.iterator, cute.make_layout((HEAD_DIM, P.columns), stride=(1, RESULT_PITCH))
+    )
     for tile in range_constexpr(P.tiles):
         for half in range_constexpr(2):
             for side in range_constexpr(2):
@@ -229,7 +258,9 @@ def put_results(
                 rows[warp * 16 + 8 * half + g, 8 * tile + 2 * q + side] = total
     partial = cute.make_tensor(
         results.iterator + P.columns * RESULT_PITCH,
-        cute.make_layout((2, 4, P.tiles, 8, P.partials), stride=(1, 2, 8, P.columns, 8 * P.columns)),
+        cute.make_layout(
+            (2, 4, P.tiles, 8, P.partials), stride=(1, 2, 8, P.columns, 8 * P.columns)
+        ),
     )
     two = cute.make_rmem_tensor(2, Float32)
     two[0], two[1] = coefficients
@@ -247,7 +278,8 @@ def step_product(
     zero: Int32,
     P: cutlass.Constexpr,
 ) -> None:
-    """Warp = 16 state rows, two at a time; a half-warp holds a row. Its cells are refilled with item n + stages."""
+    """Warp = 16 state rows, two at a time; a half-warp holds a row. Its cells are refilled with
+    item n + stages."""
     tid = warp * 32 + lane
     row = warp * 16 + lane // 16
     base = A.state + Int64(row * (HEAD_DIM * P.item_bytes) + lane % 16 * 16)
@@ -312,7 +344,8 @@ def put_output(
     lane: Int32,
     P: cutlass.Constexpr,
 ) -> tuple[Float32, Float32]:
-    """A token's o of the row `own`, to the results. Returns u and rk, by which the state is corrected.
+    """A token's o of the row `own`, to the results. Returns u and rk, by which the state is
+    corrected.
 
     words   the token's vectors
     """
@@ -343,7 +376,9 @@ def vectors_of(M: Smem, stage: Int32, t: Int32, P: cutlass.Constexpr) -> cute.Te
 
 
 @cute.jit
-def factors_of(M: Smem, stage: Int32, t: Int32, P: cutlass.Constexpr) -> tuple[Float32, Float32, Float32, Float32]:
+def factors_of(
+    M: Smem, stage: Int32, t: Int32, P: cutlass.Constexpr
+) -> tuple[Float32, Float32, Float32, Float32]:
     """k.k, q.q, k.q and beta of a token."""
     words = sums_of(M, stage, t, P)
     kk, qq, kq = [total_of(words, which) for which in range(3)]
@@ -370,11 +405,15 @@ def store_state(S: cute.Tensor, target: Int64, P: cutlass.Constexpr) -> None:
 
 
 @cute.jit
-def columns_of(words: cute.Tensor, which: cutlass.Constexpr, lane: Int32, P: cutlass.Constexpr) -> cute.Tensor:
+def columns_of(
+    words: cute.Tensor, which: cutlass.Constexpr, lane: Int32, P: cutlass.Constexpr
+) -> cute.Tensor:
     """A vector's elements in this lane's columns, (4, fours of a row)."""
     fours = cute.make_tensor(
         words.iterator,
-        cute.make_layout((4, 16, 2, 5), stride=(1, P.vector, 64 if P.state_dtype == "fp32" else 4, HEAD_DIM)),
+        cute.make_layout(
+            (4, 16, 2, 5), stride=(1, P.vector, 64 if P.state_dtype == "fp32" else 4, HEAD_DIM)
+        ),
     )
     x = cute.make_rmem_tensor((4, 2), Float32)
     for i in range_constexpr(2):
@@ -397,7 +436,9 @@ def row_products(
 
 
 @cute.jit
-def update(S: cute.Tensor, words: cute.Tensor, correction: Float32, lane: Int32, P: cutlass.Constexpr) -> None:
+def update(
+    S: cute.Tensor, words: cute.Tensor, correction: Float32, lane: Int32, P: cutlass.Constexpr
+) -> None:
     """S = S d + (u rk) k, each row's u rk from the lanes that hold it."""
     d = columns_of(words, 2, lane, P)
     k = columns_of(words, 3, lane, P)
@@ -410,7 +451,10 @@ def update(S: cute.Tensor, words: cute.Tensor, correction: Float32, lane: Int32,
 
 @cute.jit
 def fma(a: Float32, b: Float32, c: Float32) -> Float32:
-    """a b + c, rounded once. The compiler may fuse the product that c is instead, and then keeps all a b at a time."""
+    """a b + c, rounded once. The compiler may fuse the product that c is instead, and then keeps
+    all a b at a time."""
     return arch.inline_ptx(
-        "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32], read_only_args=[a, b, c]
+        "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};",
+        write_only_types=[Float32],
+        read_only_args=[a, b, c],
     )

@@ -1,8 +1,10 @@
-"""KdaWS's prologue: convolution, gate, decays and sums for the norms; what of it goes to records and windows.
+"""KdaWS's prologue: convolution, gate, decays and sums for the norms; what of it goes to records
+and windows.
 
-Warp = 16 channels of a head, of all tokens; lane (g, q) = a pair of them, `lane_tokens` tokens from `lane_tokens * q`
-on. A lane so keeps what it makes: the features of the gate's MMA are put in that order, and its sums stay in registers.
-Of all inputs a warp shares f_a alone with the others, so that they meet once per item, at an mbarrier.
+Warp = 16 channels of a head, of all tokens; lane (g, q) = a pair of them, `lane_tokens` tokens from
+`lane_tokens * q` on. A lane so keeps what it makes: the features of the gate's MMA are put in that
+order, and its sums stay in registers. Of all inputs a warp shares f_a alone with the others, so
+that they meet once per item, at an mbarrier.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ arch = cute.arch
 
 
 class Work(NamedTuple):
-    """An item as the prologue needs it: slot of its window, not above 0 for none; entry where its history begins; row
-    of its record, negative for none.
+    """An item as the prologue needs it: slot of its window, not above 0 for none; entry where its
+    history begins; row of its record, negative for none.
     """
 
     head: Int32
@@ -49,8 +51,8 @@ class Work(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """A thread's place in the prologue: its warp, its number in it and in a group of four, its first channel; addresses
-    of what it takes of the first request's inputs, of head 0, and f_a.
+    """A thread's place in the prologue: its warp, its number in it and in a group of four, its
+    first channel; addresses of what it takes of the first request's inputs, of head 0, and f_a.
     """
 
     warp: Int32
@@ -62,7 +64,8 @@ class Lane(NamedTuple):
 
 
 class Gate(NamedTuple):
-    """Of a head: a lane's fragments of f_b, (word, feature, step), biases of its two features, and exp(A_log)."""
+    """Of a head: a lane's fragments of f_b, (word, feature, step), biases of its two features, and
+    exp(A_log)."""
 
     weights: cute.Tensor
     biases: cute.Tensor
@@ -135,7 +138,8 @@ def prologue(
             else:
                 step_vectors(M, x, window, logs, sums, stage, L, P)
             put_beta(f_a, sums, work.head, L, P)
-        # Once on each way: behind one arrival for both, what stores the window moves ahead of it, and spills.
+        # Once on each way: behind one arrival for both, what stores the window moves ahead of it,
+        # and spills.
         if work.slot > 0:
             M.vector_ring.producer_commit(turn)
             store_window(A, window, work, L, P)
@@ -143,8 +147,8 @@ def prologue(
             M.vector_ring.producer_commit(turn)
 
         f_a_turn = M.f_a_ring.after(f_a_turn)
-        # The stage of f_a after the next is that of item n-1, whose gate all warps have behind them: each of them has
-        # arrived for item n since.
+        # The stage of f_a after the next is that of item n-1, whose gate all warps have behind
+        # them: each of them has arrived for item n since.
         arch.sync_warp()
         later_stage = M.f_a_ring.after(f_a_turn).stage
         later = work_of(numbers, item, n + 2, count, P)
@@ -161,14 +165,19 @@ def lane_of(A: Arguments, warp: Int32, lane: Int32, P: cutlass.Constexpr) -> Lan
         number = g // 2 % 2 * 4 + g // 4 * 2 + g % 2
     half, t, unit = lane // 16, lane // 2 % 8, lane % 2
     part_bytes = Int64(A.heads) * (2 * HEAD_DIM)
-    inputs = A.projected + A.pitch * 2 * t + part_bytes * half + warp * (2 * _WARP_CHANNELS) + unit * 16
+    inputs = (
+        A.projected + A.pitch * 2 * t + part_bytes * half + warp * (2 * _WARP_CHANNELS) + unit * 16
+    )
     f_a = A.projected + A.pitch * 2 * warp + part_bytes * 4
     return Lane(warp, lane, lane % 4, warp * _WARP_CHANNELS + 2 * number, inputs, f_a)
 
 
 @cute.jit
-def work_of(numbers: cute.Tensor, item: Item, index: Int32, count: Int32, P: cutlass.Constexpr) -> Work:
-    """The item that is the CTA's `index`-th, by the numbers of its 32; past the CTA's last one without a slot."""
+def work_of(
+    numbers: cute.Tensor, item: Item, index: Int32, count: Int32, P: cutlass.Constexpr
+) -> Work:
+    """The item that is the CTA's `index`-th, by the numbers of its 32; past the CTA's last one
+    without a slot."""
     slot, entry, record = arch.shuffle_sync(numbers[0], index % 32), Int32(0), Int32(-1)
     if const_expr(P.kind == "spec"):
         entry = arch.shuffle_sync(numbers[1], index % 32)
@@ -179,10 +188,13 @@ def work_of(numbers: cute.Tensor, item: Item, index: Int32, count: Int32, P: cut
 
 @cute.jit
 def load_gate(A: Arguments, G: Gate, head: Int32, zero: Int32, L: Lane) -> None:
-    """A lane's features are its channels. K is permuted inside an MMA step, so that it takes eight bytes at a time."""
+    """A lane's features are its channels. K is permuted inside an MMA step, so that it takes eight
+    bytes at a time."""
     feature = head * HEAD_DIM + L.channel
     row_words = HEAD_DIM // 2
-    words = cute.make_ptr(Uint32, A.f_b + Int64(feature) * (4 * row_words) + L.q * 8, GMEM, assumed_align=8)
+    words = cute.make_ptr(
+        Uint32, A.f_b + Int64(feature) * (4 * row_words) + L.q * 8, GMEM, assumed_align=8
+    )
     part = cute.make_tensor(words, cute.make_layout((2, 2, STEPS), stride=(1, row_words, 8)))
     for step in range_constexpr(STEPS):
         for i in range_constexpr(2):
@@ -192,8 +204,11 @@ def load_gate(A: Arguments, G: Gate, head: Int32, zero: Int32, L: Lane) -> None:
 
 
 @cute.jit
-def change_head(A: Arguments, M: Smem, G: Gate, head: Int32, zero: Int32, L: Lane, P: cutlass.Constexpr) -> None:
-    """Convolution weights, and gate weights that stay in registers, of another head; waits for all copies."""
+def change_head(
+    A: Arguments, M: Smem, G: Gate, head: Int32, zero: Int32, L: Lane, P: cutlass.Constexpr
+) -> None:
+    """Convolution weights, and gate weights that stay in registers, of another head; waits for all
+    copies."""
     load_taps(A, M, head, L, P)
     if const_expr(P.keeps_gate):
         load_gate(A, G, head, zero, L)
@@ -244,8 +259,11 @@ def load_inputs(
 
 
 @cute.jit
-def load_window(A: Arguments, M: Smem, stage: Int32, work: Work, L: Lane, P: cutlass.Constexpr) -> None:
-    """Ask for the warp's channels. rows: all entries; taps: those before this step, as the first rows of inputs."""
+def load_window(
+    A: Arguments, M: Smem, stage: Int32, work: Work, L: Lane, P: cutlass.Constexpr
+) -> None:
+    """Ask for the warp's channels. rows: all entries; taps: those before this step, as the first
+    rows of inputs."""
     if work.slot > 0:
         page = A.conv_state + Int64(work.slot) * A.conv_stride * 2
         D = Int64(A.heads) * HEAD_DIM
@@ -255,11 +273,16 @@ def load_window(A: Arguments, M: Smem, stage: Int32, work: Work, L: Lane, P: cut
             target = M.window[None, stage].iterator.toint() + piece
             if L.number < 2 * P.window:
                 for part in range_constexpr(3):
-                    copy_async(target + part * (HEAD_DIM * P.window * 2), source + D * (part * P.window * 2))
+                    copy_async(
+                        target + part * (HEAD_DIM * P.window * 2),
+                        source + D * (part * P.window * 2),
+                    )
         else:
             entry, part, unit = row_of(L.number)
             if entry < HISTORY:
-                source = page + Int64(work.head * HEAD_DIM + L.warp * _WARP_CHANNELS + unit * UNIT) * 2
+                source = (
+                    page + Int64(work.head * HEAD_DIM + L.warp * _WARP_CHANNELS + unit * UNIT) * 2
+                )
                 source = source + (Int64(work.entry + entry) * A.tap_stride + D * part) * 2
                 target = M.inputs[None, stage].iterator.toint()
                 copy_async(target + row_byte(entry, part, L, P) + unit * 16, source)
@@ -275,7 +298,9 @@ def row_of(index: Int32) -> tuple[Int32, Int32, Int32]:
 def row_byte(row: Int32, part: Int32, L: Lane, P: cutlass.Constexpr) -> Int32:
     """Offset of the warp's channels in a row of inputs."""
     low, high = P.row_place(row)
-    return (low * (3 * HEAD_DIM) + high * P.row_pitch + part * HEAD_DIM + L.warp * _WARP_CHANNELS) * 2
+    return (
+        low * (3 * HEAD_DIM) + high * P.row_pitch + part * HEAD_DIM + L.warp * _WARP_CHANNELS
+    ) * 2
 
 
 @cute.jit
@@ -289,7 +314,8 @@ def load_rows(
     L: Lane,
     P: cutlass.Constexpr,
 ) -> None:
-    """Ask for the warp's channels of q, k and v, and for f_a and beta of one token. A half-warp takes a part of all."""
+    """Ask for the warp's channels of q, k and v, and for f_a and beta of one token. A half-warp
+    takes a part of all."""
     if work.slot > 0:
         half, t, unit = L.number // 16, L.number // 2 % 8, L.number % 2
         first = Int64(request * P.tokens) * (A.pitch * 2)
@@ -298,7 +324,10 @@ def load_rows(
             own = L.inputs + first + work.head * (2 * HEAD_DIM)
             copy_async(target + row_byte(HISTORY + t, half, L, P), own)
             if half == 0:
-                copy_async(target + row_byte(HISTORY + t, Int32(2), L, P), own + Int64(A.heads) * (4 * HEAD_DIM))
+                copy_async(
+                    target + row_byte(HISTORY + t, Int32(2), L, P),
+                    own + Int64(A.heads) * (4 * HEAD_DIM),
+                )
         if L.warp < P.tokens:
             f_a = L.f_a + first
             place = M.f_a[None, f_a_stage].iterator.toint() + L.warp * (2 * BOTTLENECK_PITCH)
@@ -306,11 +335,15 @@ def load_rows(
                 copy_async(place + (L.number - 16) * 16, f_a + (L.number - 16) * 16)
             # The word's other half is beta of a neighbouring head, or padding of the row.
             if L.number == 0:
-                blocks.copy_async(place + 2 * HEAD_DIM, f_a + 2 * HEAD_DIM + (work.head >> 1) * 4, 4)
+                blocks.copy_async(
+                    place + 2 * HEAD_DIM, f_a + 2 * HEAD_DIM + (work.head >> 1) * 4, 4
+                )
 
 
 @cute.jit
-def inputs_of(M: Smem, stage: Int32, work: Work, L: Lane, P: cutlass.Constexpr) -> tuple[cute.Tensor, cute.Tensor]:
+def inputs_of(
+    M: Smem, stage: Int32, work: Work, L: Lane, P: cutlass.Constexpr
+) -> tuple[cute.Tensor, cute.Tensor]:
     """A stage's inputs, with the history before them, and window, which for taps is the inputs."""
     x = M.inputs[None, stage]
     window = x
@@ -323,8 +356,11 @@ def inputs_of(M: Smem, stage: Int32, work: Work, L: Lane, P: cutlass.Constexpr) 
 
 
 @cute.jit
-def roll_history(window: cute.Tensor, x: cute.Tensor, entry: Int32, L: Lane, P: cutlass.Constexpr) -> None:
-    """The three entries before this step go in front of the inputs, the last two of them to the window's first."""
+def roll_history(
+    window: cute.Tensor, x: cute.Tensor, entry: Int32, L: Lane, P: cutlass.Constexpr
+) -> None:
+    """The three entries before this step go in front of the inputs, the last two of them to the
+    window's first."""
     entries = window_entries(window, P)
     inputs = input_rows(x, P)
     for i in range_constexpr(2):
@@ -345,7 +381,8 @@ def roll_history(window: cute.Tensor, x: cute.Tensor, entry: Int32, L: Lane, P: 
 def window_entries(window: cute.Tensor, P: cutlass.Constexpr) -> cute.Tensor:
     """(entry, channel, part)"""
     return cute.make_tensor(
-        window.iterator, cute.make_layout((P.window, HEAD_DIM, 3), stride=(1, P.window, HEAD_DIM * P.window))
+        window.iterator,
+        cute.make_layout((P.window, HEAD_DIM, 3), stride=(1, P.window, HEAD_DIM * P.window)),
     )
 
 
@@ -354,15 +391,24 @@ def input_rows(x: cute.Tensor, P: cutlass.Constexpr) -> cute.Tensor:
     """(channel of a pair, pair, part) and the coordinates of `row_place`."""
     return cute.make_tensor(
         x.iterator,
-        cute.make_layout((2, HEAD_DIM // 2, 3, 2, P.rows), stride=(1, 2, HEAD_DIM, 3 * HEAD_DIM, P.row_pitch)),
+        cute.make_layout(
+            (2, HEAD_DIM // 2, 3, 2, P.rows), stride=(1, 2, HEAD_DIM, 3 * HEAD_DIM, P.row_pitch)
+        ),
     )
 
 
 @cute.jit
 def gate(
-    A: Arguments, G: Gate, f_a: cute.Tensor, raw: cute.Tensor, logs: cute.Tensor, L: Lane, P: cutlass.Constexpr
+    A: Arguments,
+    G: Gate,
+    f_a: cute.Tensor,
+    raw: cute.Tensor,
+    logs: cute.Tensor,
+    L: Lane,
+    P: cutlass.Constexpr,
 ) -> None:
-    """Raw gates and base-2 logarithms, of Gamma or, without the chunked form, of the decay: (channel, lane's token)."""
+    """Raw gates and base-2 logarithms, of Gamma or, without the chunked form, of the decay:
+    (channel, lane's token)."""
     g = L.number // 4
     token = min(g // 2 if const_expr(P.lane_tokens == 1) else g, P.tokens - 1)
     pairs = cute.make_tensor(
@@ -421,12 +467,17 @@ def convolve(
     L: Lane,
     P: cutlass.Constexpr,
 ) -> cute.Tensor:
-    """A part's channels after convolution and SiLU, a word per token of the lane. Its inputs go to the window."""
+    """A part's channels after convolution and SiLU, a word per token of the lane. Its inputs go to
+    the window."""
     taps = cute.make_tensor(
         M.taps.iterator,
-        cute.make_layout((2, HEAD_DIM // 2, CONV_WIDTH, 3), stride=(1, 2, HEAD_DIM, CONV_WIDTH * HEAD_DIM)),
+        cute.make_layout(
+            (2, HEAD_DIM // 2, CONV_WIDTH, 3), stride=(1, 2, HEAD_DIM, CONV_WIDTH * HEAD_DIM)
+        ),
     )
-    biases = cute.make_tensor(M.bias.iterator, cute.make_layout((2, HEAD_DIM // 2, 3), stride=(1, 2, HEAD_DIM)))
+    biases = cute.make_tensor(
+        M.bias.iterator, cute.make_layout((2, HEAD_DIM // 2, 3), stride=(1, 2, HEAD_DIM))
+    )
     inputs = input_rows(x, P)
     number = L.channel // 2
     weight = cute.make_rmem_tensor((2, CONV_WIDTH), P.conv_dtype)
@@ -453,12 +504,17 @@ def convolve(
 
 
 @cute.jit
-def keep_inputs(window: cute.Tensor, seen: cute.Tensor, part: cutlass.Constexpr, L: Lane, P: cutlass.Constexpr) -> None:
-    """The step's inputs become the window's entries from 2 on; two at a time where they are words."""
+def keep_inputs(
+    window: cute.Tensor, seen: cute.Tensor, part: cutlass.Constexpr, L: Lane, P: cutlass.Constexpr
+) -> None:
+    """The step's inputs become the window's entries from 2 on; two at a time where they are
+    words."""
     if const_expr(P.window % 2 == 0 and P.tokens % 2 == 0 and P.lane_tokens == 2):
         words = cute.make_tensor(
             window.iterator,
-            cute.make_layout((2, P.window // 2, HEAD_DIM, 3), stride=(1, 2, P.window, HEAD_DIM * P.window)),
+            cute.make_layout(
+                (2, P.window // 2, HEAD_DIM, 3), stride=(1, 2, P.window, HEAD_DIM * P.window)
+            ),
         )
         if 2 * L.q < P.tokens:
             for c in range_constexpr(2):
@@ -489,14 +545,16 @@ def record_vectors(
     L: Lane,
     P: cutlass.Constexpr,
 ) -> None:
-    """Leaves the fragments, v and the sums for the norms; keys and raw gates go to the record. What is computed of
-    tokens past the last stays in columns that nobody reads.
+    """Leaves the fragments, v and the sums for the norms; keys and raw gates go to the record. What
+    is computed of tokens past the last stays in columns that nobody reads.
     """
     values = cute.make_tensor(
         cute.recast_ptr(M.values[None, value_stage].iterator, dtype=Uint32),
         cute.make_layout((HEAD_DIM // 2, P.tokens), stride=(1, P.value_pitch // 2)),
     )
-    record = Int64(work.record) * A.key_gates_stride + Int64(work.head * A.record_tokens) * (2 * HEAD_DIM)
+    record = Int64(work.record) * A.key_gates_stride + Int64(work.head * A.record_tokens) * (
+        2 * HEAD_DIM
+    )
     kept = A.key_gates + (record + L.channel) * 2
     fragments = fragments_of(M, stage, P)
     step, column = fragment_of(L.channel // 4, P)
@@ -527,7 +585,9 @@ def record_vectors(
         squares[P.lane_tokens + i] = low * low + high * high
         if const_expr(P.tiles == 1):
             place = place_of((4 + t) * 4 + column)
-        put_pair(low * gamma_low, high * gamma_high, fragments[None, half, place, P.tiles - 1, step])
+        put_pair(
+            low * gamma_low, high * gamma_high, fragments[None, half, place, P.tiles - 1, step]
+        )
     put_sums(squares, sums, L, P)
 
 
@@ -562,9 +622,18 @@ def step_vectors(
         t = P.lane_tokens * L.q + i
         vectors = cute.make_rmem_tensor((2, 5), Float32)
         for c in range_constexpr(2):
-            q, k, v = [blocks.low_half(part[i]) if const_expr(c == 0) else blocks.high_half(part[i]) for part in parts]
+            q, k, v = [
+                blocks.low_half(part[i]) if const_expr(c == 0) else blocks.high_half(part[i])
+                for part in parts
+            ]
             d = blocks.exp2(logs[c, i])
-            vectors[c, 0], vectors[c, 1], vectors[c, 2], vectors[c, 3], vectors[c, 4] = d * k, d * q, d, k, v
+            vectors[c, 0], vectors[c, 1], vectors[c, 2], vectors[c, 3], vectors[c, 4] = (
+                d * k,
+                d * q,
+                d,
+                k,
+                v,
+            )
             products[i] += k * k
             products[P.lane_tokens + i] += q * q
             products[2 * P.lane_tokens + i] += k * q
@@ -576,7 +645,8 @@ def step_vectors(
 
 @cute.jit
 def put_sums(values: cute.Tensor, sums: cute.Tensor, L: Lane, P: cutlass.Constexpr) -> None:
-    """The warp's part of the sums over channels, of (token of the lane, sum): transposed over the lanes of equal q."""
+    """The warp's part of the sums over channels, of (token of the lane, sum): transposed over the
+    lanes of equal q."""
     count = cute.size(values)
     distance = 16
     while const_expr(distance > 2):
@@ -598,7 +668,9 @@ def put_sums(values: cute.Tensor, sums: cute.Tensor, L: Lane, P: cutlass.Constex
 
 
 @cute.jit
-def put_beta(f_a: cute.Tensor, sums: cute.Tensor, head: Int32, L: Lane, P: cutlass.Constexpr) -> None:
+def put_beta(
+    f_a: cute.Tensor, sums: cute.Tensor, head: Int32, L: Lane, P: cutlass.Constexpr
+) -> None:
     """beta of all tokens behind their sums; in the chunked form the raw one."""
     if L.warp == 0 and L.number < P.tokens:
         beta = f_a[L.number * BOTTLENECK_PITCH + HEAD_DIM + (head & 1)].to(Float32)
@@ -608,8 +680,11 @@ def put_beta(f_a: cute.Tensor, sums: cute.Tensor, head: Int32, L: Lane, P: cutla
 
 
 @cute.jit
-def store_window(A: Arguments, window: cute.Tensor, work: Work, L: Lane, P: cutlass.Constexpr) -> None:
-    """The warp's channels: the two inputs before this step's, then these, as the first tokens + 2 entries.
+def store_window(
+    A: Arguments, window: cute.Tensor, work: Work, L: Lane, P: cutlass.Constexpr
+) -> None:
+    """The warp's channels: the two inputs before this step's, then these, as the first tokens + 2
+    entries.
 
     window   its stage, for taps that of the inputs
     """
@@ -619,18 +694,23 @@ def store_window(A: Arguments, window: cute.Tensor, work: Work, L: Lane, P: cutl
     if const_expr(P.layout == "rows"):
         units = cute.make_tensor(
             window.iterator,
-            cute.make_layout((UNIT, HEAD_DIM * P.window // UNIT, 3), stride=(1, UNIT, HEAD_DIM * P.window)),
+            cute.make_layout(
+                (UNIT, HEAD_DIM * P.window // UNIT, 3), stride=(1, UNIT, HEAD_DIM * P.window)
+            ),
         )
         unit = L.warp * (2 * P.window) + L.number
         target = page + Int64(work.head) * (HEAD_DIM * P.window * 2) + unit * 16
         if L.number < 2 * P.window:
             for part in range_constexpr(3):
-                blocks.copy_out(units[None, unit, part].iterator.toint(), target + D * (part * P.window * 2))
+                blocks.copy_out(
+                    units[None, unit, part].iterator.toint(), target + D * (part * P.window * 2)
+                )
     else:
         inputs = cute.make_tensor(
             window.iterator,
             cute.make_layout(
-                (UNIT, HEAD_DIM // UNIT, 3, 2, P.rows), stride=(1, UNIT, HEAD_DIM, 3 * HEAD_DIM, P.row_pitch)
+                (UNIT, HEAD_DIM // UNIT, 3, 2, P.rows),
+                stride=(1, UNIT, HEAD_DIM, 3 * HEAD_DIM, P.row_pitch),
             ),
         )
         # A loop, lest all addresses of a lane stay in registers over the items.
@@ -639,5 +719,9 @@ def store_window(A: Arguments, window: cute.Tensor, work: Work, L: Lane, P: cutl
             if entry < P.tokens + 2:
                 low, high = P.row_place(entry + 1)
                 own = L.warp * 2 + unit
-                target = page + (Int64(entry) * A.tap_stride + D * part + work.head * HEAD_DIM + own * UNIT) * 2
+                target = (
+                    page
+                    + (Int64(entry) * A.tap_stride + D * part + work.head * HEAD_DIM + own * UNIT)
+                    * 2
+                )
                 blocks.copy_out(inputs[None, own, part, low, high].iterator.toint(), target)
