@@ -66,16 +66,16 @@ def facts(work: tuple[list[Asked], str, int]) -> list[Any]:
     name = runpy.run_path(str(ROOT / "kernels/kda_kernels/device/machine_code.py"))["digest"]
     found: list[Any] = []
     for variant, options, sizes in asked:
-        problem, spec = (
+        problem, options = (
             Problem(**json.loads(sizes)),
-            variants.make_spec(variant, json.loads(options)),
+            variants.make_options(variant, json.loads(options)),
         )
         module, gpu = variants.load(variant), Gpu(arch, sms)
-        if module.unsupported(problem, spec, gpu) is not None:
+        if module.unsupported(problem, options, gpu) is not None:
             found.append(None)
             continue
-        launched = _launched(cubin, module, problem, spec, gpu)
-        taken: Any = module.compile(problem, spec, gpu).binary
+        launched = _launched(cubin, module, problem, options, gpu)
+        taken: Any = module.compile(problem, options, gpu).binary
         named = name(
             taken.arch, taken.image, taken.parameters, tuple(asdict(taken.resources).values())
         )
@@ -83,7 +83,7 @@ def facts(work: tuple[list[Asked], str, int]) -> list[Any]:
     return found
 
 
-def _launched(cubin: Any, module: Any, problem: Any, spec: Any, gpu: Any) -> list[Any]:
+def _launched(cubin: Any, module: Any, problem: Any, options: Any, gpu: Any) -> list[Any]:
     """Grid, threads, cluster, values with operands by name, and pdl, of every launch over
     stand-ins."""
     told: list[Any] = []
@@ -105,14 +105,14 @@ def _launched(cubin: Any, module: Any, problem: Any, spec: Any, gpu: Any) -> lis
     cubin.build = lambda *_, threads, cluster, **__: Hollow(threads, cluster)
     cubin.launcher = lambda binary: Recorder(binary.shape)
     try:
-        operands, names = _stand_ins(problem, spec)
-        module.launch(module.compile(problem, spec, gpu), operands, 0)
+        operands, names = _stand_ins(problem, options)
+        module.launch(module.compile(problem, options, gpu), operands, 0)
     finally:
         cubin.build, cubin.launcher = kept
     return [[*before, [names.get(v, v) for v in values], pdl] for *before, values, pdl in told]
 
 
-def _stand_ins(problem: Any, spec: Any) -> tuple[Any, dict[int, str]]:
+def _stand_ins(problem: Any, options: Any) -> tuple[Any, dict[int, str]]:
     """Operands without memory, of the tree's own makers' layout, at addresses by name."""
     import torch
 
@@ -133,7 +133,7 @@ def _stand_ins(problem: Any, spec: Any) -> tuple[Any, dict[int, str]]:
         return placed
 
     with torch.device("meta"):
-        made = _laid_out(problem, getattr(spec, "align", False))
+        made = _laid_out(problem, getattr(options, "align", False))
     kind = kinds.CommitOperands if problem.kind in ("commit", "flush") else kinds.StepOperands
     placed = {
         n: tuple(place(n, t) for t in v) if isinstance(v, tuple) else place(n, v)
@@ -216,7 +216,7 @@ def old_digests(old: Path, names: Sequence[str]) -> dict[str, str]:
         text=True,
     )
     found, defaults = json.loads(done.stdout)
-    assert defaults == variants.spec_dict(variants.load("stock").Spec()), (
+    assert defaults == variants.options_dict(variants.load("stock").Options()), (
         f"other defaults of stock: {defaults}"
     )
     return dict(found)
@@ -253,7 +253,7 @@ def verified_cases(variant: str) -> Iterator[Asked]:
     """What OLD verified: the cases are those of today."""
     for case in verify_cases(variant):
         sizes = {key: value for key, value in asdict(case.problem).items() if key != "lower_bound"}
-        yield (variant, canonical(dict(case.choices)), canonical(sizes))
+        yield (variant, canonical(dict(case.options)), canonical(sizes))
 
 
 def differences(old: Mapping[Asked, Any], new: Mapping[Asked, Any]) -> list[str]:
@@ -322,9 +322,9 @@ def carry(folder: Path, old: Path, jobs: int) -> list[str]:
 
     def code(asked: Asked) -> str:
         variant, options, sizes = asked
-        problem, spec = (
+        problem, options = (
             Problem(**json.loads(sizes)),
-            variants.make_spec(variant, json.loads(options)),
+            variants.make_options(variant, json.loads(options)),
         )
         binary = identity.binary(variant, None) if variant not in ours else new[asked][0]
         return f"{binary}-{identity.launch(variant, problem, spec, gpu)}"

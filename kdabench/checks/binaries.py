@@ -108,14 +108,14 @@ def name_of(problem: Problem, options: Mapping[str, Any]) -> str:
 
 def name(case: Case) -> str:
     """`name_of` of a case, by those of its options that are not the default."""
-    return name_of(case.problem, _chosen(case.variant, case.choices))
+    return name_of(case.problem, _chosen(case.variant, case.options))
 
 
 @cache
 def _chosen(variant: str, choices: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
     from kda_kernels import variants
 
-    default = variants.make_spec(variant, {})
+    default = variants.make_options(variant, {})
     return {key: value for key, value in choices if value != getattr(default, key)}
 
 

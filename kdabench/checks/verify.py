@@ -74,7 +74,7 @@ def check(case: Case, seed: int = 1) -> Row:
     from kdabench.measure.cuda_graphs import capture, require_kernels
 
     module = variants.load(case.variant)
-    options = variants.make_spec(case.variant, dict(case.choices))
+    options = variants.make_options(case.variant, dict(case.options))
     why = module.unsupported(case.problem, options, current_gpu())
     if why is not None:
         return Row(case, f"unsupported: {why}")
@@ -209,7 +209,7 @@ def stale(variant: str, entry: Mapping[str, Any], manifest: Manifest, gpu: Gpu) 
     module = variants.load(variant)
     verified, gaps, named = set(entry.get("binaries", ())), [], []
     for case in verify_cases(variant):
-        options = variants.make_spec(variant, dict(case.choices))
+        options = variants.make_options(variant, dict(case.options))
         if module.unsupported(case.problem, options, gpu) is not None:
             continue
         name = binaries.name(case)

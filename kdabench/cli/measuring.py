@@ -348,7 +348,7 @@ def _environment() -> dict[str, Any]:
 
 
 def _case_name(case: Any) -> str:
-    choices = ", ".join(f"{key}={value}" for key, value in case.choices)
+    choices = ", ".join(f"{key}={value}" for key, value in case.options)
     problem = case.problem
     return f"{case.variant}({choices}) {problem.kind} q={problem.tokens} {problem.state_dtype}"
 
@@ -426,7 +426,7 @@ _HEADINGS = (
 
 def _row_cells(row: Any) -> tuple[object, ...]:
     problem = row.case.problem
-    name = (row.case.variant, " ".join(f"{k}={v}" for k, v in row.case.choices),
+    name = (row.case.variant, " ".join(f"{k}={v}" for k, v in row.case.options),
             f"{problem.kind} q={problem.tokens} {problem.state_dtype}", row.arch)  # fmt: skip
     if row.reason is not None:
         return (*name, *["-"] * 6, row.reason.split(":")[0])
@@ -438,7 +438,7 @@ def _row_json(row: Any) -> dict[str, Any]:
     problem = row.case.problem
     return {
         "variant": row.case.variant,
-        "spec": dict(row.case.choices),
+        "spec": dict(row.case.options),
         "kind": problem.kind,
         "tokens": problem.tokens,
         "state_dtype": problem.state_dtype,

@@ -192,7 +192,8 @@ def _point(candidate: Candidate) -> Point:
     from kdabench.tune.space import Point
 
     return Point(
-        candidate, variants.spec_dict(variants.make_spec(candidate.variant, candidate.options))
+        candidate,
+        variants.options_dict(variants.make_options(candidate.variant, candidate.options)),
     )
 
 
@@ -211,7 +212,7 @@ def _supported_points(
 
     def runs(point: Point) -> bool:
         return (
-            module.unsupported(cell.problem, variants.make_spec(name, dict(point.options)), gpu)
+            module.unsupported(cell.problem, variants.make_options(name, dict(point.options)), gpu)
             is None
         )
 

@@ -309,9 +309,9 @@ class CellBench:
         planted = self.extra.get(candidate.variant)
         module = planted or variants.load(candidate.variant)
         try:
-            known = variants.make_spec
+            known = variants.make_options
             options = (
-                planted.Spec(**candidate.options)
+                planted.Options(**candidate.options)
                 if planted
                 else known(candidate.variant, candidate.options)
             )

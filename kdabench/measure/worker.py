@@ -168,7 +168,7 @@ class _Benches:
 
         if candidate.variant in self.extra:
             return "planted-planted"
-        options = variants.make_spec(candidate.variant, dict(candidate.options))
+        options = variants.make_options(candidate.variant, dict(candidate.options))
         try:
             return identity.code(candidate.variant, compiled, cell.problem, options, current_gpu())
         except ValueError:

@@ -353,7 +353,7 @@ def _keys(grid: Grid, module: ModuleType) -> dict[int, dict[tuple[int, int], tup
 
 
 def _default_gate_mode(name: str | None) -> int:
-    """Of a variant's Spec; 0 of one that is no more, or has no such option."""
+    """Of a variant's options; 0 of one that is no more, or has no such option."""
     found = variants.declared(name).options.get("gate_mode") if name in variants.NAMES else None
     return 0 if found is None else int(found.default or 0)
 

@@ -72,13 +72,13 @@ def fill_cache(cases: Iterable[Case], arch: str) -> None:
     binaries = {
         replace(
             case,
-            choices=tuple((key, value) for key, value in case.choices if key != "pdl"),
+            options=tuple((key, value) for key, value in case.options if key != "pdl"),
             problem=replace(case.problem, requests=1, heads=1, layers=1),
         )
         for case in cases
         if declared(case.variant).binaries
     }
-    distinct = {(c.variant, c.choices, c.problem): c for c in binaries}
+    distinct = {(c.variant, c.options, c.problem): c for c in binaries}
     compile_all([(distinct[key], arch) for key in sorted(distinct, key=str)], os.cpu_count() or 1)
 
 
@@ -123,12 +123,12 @@ def compile_case(case: Case, arch: str) -> Row:
 
     module = variants.load(case.variant)
     gpu = Gpu(arch, SMS)
-    spec = variants.make_spec(case.variant, dict(case.choices))
-    why = module.unsupported(case.problem, spec, gpu)
+    options = variants.make_options(case.variant, dict(case.options))
+    why = module.unsupported(case.problem, options, gpu)
     if why is not None:
         return Row(case, arch, f"unsupported: {why}")
     try:
-        binary = module.compile(case.problem, spec, gpu).binary
+        binary = module.compile(case.problem, options, gpu).binary
     except Exception as error:  # the DSL raises whatever its passes raise
         lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().splitlines()
         return Row(case, arch, f"{type(error).__name__}: {lines[0] if lines else ''}")

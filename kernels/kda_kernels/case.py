@@ -36,7 +36,7 @@ class Case:
     """A problem, a variant's choices, and what is awkward about the operands: see `operands`."""
 
     variant: str
-    choices: tuple[tuple[str, OptionValue], ...]
+    options: tuple[tuple[str, OptionValue], ...]
     problem: Problem
     pad: int = 0
     null_requests: tuple[int, ...] = ()
@@ -46,9 +46,9 @@ class Case:
     in_place: bool = False
 
 
-def case(variant: str, choices: Options, problem: Problem, **awkward: Any) -> Case:
+def case(variant: str, options: Options, problem: Problem, **awkward: Any) -> Case:
     """A case with choices in any order. awkward: fields of Case behind the problem"""
-    return Case(variant, tuple(sorted(choices.items())), problem, **awkward)
+    return Case(variant, tuple(sorted(options.items())), problem, **awkward)
 
 
 def steps_of(kinds: Collection[str], among: Iterable[Step] = STEPS) -> list[Step]:

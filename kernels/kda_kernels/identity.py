@@ -1,7 +1,7 @@
 """Who a kernel is: names of its machine code and of its launches, by which measurements and
 certificates refer to it.
 
-    identity.code(name, compiled, problem, spec, gpu)   "3f2a9c01d5e8b7a6-90ab12cd34ef5678"
+    identity.code(name, compiled, problem, options, gpu)   "3f2a9c01d5e8b7a6-90ab12cd34ef5678"
 
 The first half names the binary (`cubin.Binary.digest`), the second what the host asks of the driver
 for one launch over standard operands of the problem: grid, CTAs, clusters, attributes and the value
@@ -30,9 +30,9 @@ _PAGE = 1 << 40
 """Between the addresses of stand-in operands: no stride or size comes near."""
 
 
-def code(variant: str, compiled: Any, problem: Problem, spec: Any, gpu: Gpu) -> str:
+def code(variant: str, compiled: Any, problem: Problem, options: Any, gpu: Gpu) -> str:
     """Names of the binary and of the launch of a compiled variant, as "binary-launch"."""
-    return f"{binary(variant, compiled)}-{launch(variant, problem, spec, gpu)}"
+    return f"{binary(variant, compiled)}-{launch(variant, problem, options, gpu)}"
 
 
 def binary(variant: str, compiled: Any) -> str:
@@ -48,7 +48,7 @@ def _sources(variant: str) -> str:
 
 
 @cache
-def launch(variant: str, problem: Problem, spec: Any, gpu: Gpu) -> str:
+def launch(variant: str, problem: Problem, options: Any, gpu: Gpu) -> str:
     """16 hexadecimal digits that name what one launch over standard operands asks of the driver.
     Needs no GPU.
 
@@ -57,9 +57,9 @@ def launch(variant: str, problem: Problem, spec: Any, gpu: Gpu) -> str:
     module = variants.load(variant)
     if not variants.declared(variant).binaries:
         return _sources(variant)
-    operands = standard(problem, align=getattr(spec, "align", False))
+    operands = standard(problem, align=getattr(options, "align", False))
     with cubin.recorded() as launches:
-        module.launch(module.compile(problem, spec, gpu), operands, 0)
+        module.launch(module.compile(problem, options, gpu), operands, 0)
     names = {
         getattr(operands, f.name).data_ptr(): f.name
         for f in fields(operands)

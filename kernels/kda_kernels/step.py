@@ -1,7 +1,7 @@
 """The host side of the step kernels: what their plans, refusals, compilations and launches have in
 common.
 
-A variant of a step is a `Spec`, from which its `plan` makes a subclass of `StepPlan`; `build`
+A variant of a step is its `Options`, from which its `plan` makes a subclass of `StepPlan`; `build`
 compiles a kernel for the plan, and `enqueue` launches what came of it.
 """
 
@@ -180,12 +180,12 @@ def host_of(kernel: Any, cluster: bool = False, carveout: int | None = 100) -> A
 
 
 def require(variant: str, refused: str | None) -> None:
-    """Raises ValueError if a variant refused a pair of problem and Spec."""
+    """Raises ValueError if a variant refused a pair of problem and options."""
     if refused is not None:
         raise ValueError(f"{variant}: {refused}")
 
 
-def build(host: Callable[..., None], plan: Any, spec: Any, gpu: Gpu) -> Compiled:
+def build(host: Callable[..., None], plan: Any, options: Any, gpu: Gpu) -> Compiled:
     """A kernel compiled from its plan alone: one binary serves all heads, requests and strides."""
     binary = cubin.build(
         host,
@@ -195,7 +195,7 @@ def build(host: Callable[..., None], plan: Any, spec: Any, gpu: Gpu) -> Compiled
         cluster=plan.cluster,
         choices=plan,
     )
-    return Compiled(binary, plan, spec.pdl, gpu.sms, getattr(spec, "most_items", None))
+    return Compiled(binary, plan, options.pdl, gpu.sms, getattr(options, "most_items", None))
 
 
 def enqueue(

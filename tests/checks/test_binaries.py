@@ -182,7 +182,7 @@ def test_every_binary_that_is_verified_or_compiled_is_named(path: Path) -> None:
 def _supported(case: Case, arch: str) -> bool:
     from kda_kernels.device.gpu import Gpu
 
-    options = variants.make_spec(case.variant, dict(case.choices))
+    options = variants.make_options(case.variant, dict(case.options))
     return (
         variants.load(case.variant).unsupported(case.problem, options, Gpu(arch, build.SMS)) is None
     )

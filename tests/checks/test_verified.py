@@ -64,7 +64,7 @@ def test_every_measurement_is_of_a_binary_and_a_launch_of_today(path: Path) -> N
         if not measurement.code or (what := (measurement.candidate, problem)) in checked:
             continue
         checked.add(what)
-        options = variants.make_spec(variant, dict(measurement.candidate.options))
+        options = variants.make_options(variant, dict(measurement.candidate.options))
         if not variants.declared(variant).binaries:
             binary: str | None = identity.binary(variant, None)
         else:

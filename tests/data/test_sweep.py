@@ -277,7 +277,7 @@ def test_standard_files(name: str) -> None:
     gpu = Gpu("sm_90a", SMS)
     for candidate in found.candidates:
         module = variants.load(candidate.variant)
-        options = variants.make_spec(candidate.variant, candidate.options)
+        options = variants.make_options(candidate.variant, candidate.options)
         reasons = [module.unsupported(cell.problem, options, gpu) for cell in found.cells]
         assert None in reasons, f"{candidate} runs in no cell: {reasons[0]}"
 
@@ -317,7 +317,7 @@ def test_commits_fit_into_memory() -> None:
 
 @pytest.mark.parametrize("name", variants.NAMES)
 def test_options_are_read_as_python_reads_them(name: str) -> None:
-    options = variants.load(name).Spec
+    options = variants.load(name).Options
     hints = get_type_hints(options)
     first = {
         field.name: next(iter(get_args(hints[field.name])), hints[field.name])
@@ -326,7 +326,9 @@ def test_options_are_read_as_python_reads_them(name: str) -> None:
     assert known_options()[name] == {
         key: one if isinstance(one, type) else type(one) for key, one in first.items()
     }
-    assert variants.declared(name).defaults == variants.spec_dict(variants.make_spec(name, {}))
+    assert variants.declared(name).defaults == variants.options_dict(
+        variants.make_options(name, {})
+    )
 
 
 def test_the_data_modules_import_nothing_heavy() -> None:

@@ -16,9 +16,9 @@ from kda_kernels.variants import commit
 pytestmark = pytest.mark.gpu
 
 
-def checked_launch(problem: Problem, spec: commit.Spec, operands: CommitOperands) -> None:
+def checked_launch(problem: Problem, options: commit.Options, operands: CommitOperands) -> None:
     """Poison, launch and compare all layers; records are left alone."""
-    compiled = commit.compile(problem, spec, current_gpu())
+    compiled = commit.compile(problem, options, current_gpu())
     expected = [reference.commit(operands, layer) for layer in range(len(operands.states))]
     records = [t.clone() for t in (*operands.corrections, *operands.key_gates)]
     compare.poison(operands)
@@ -58,12 +58,12 @@ def test_commit(
     tokens: int,
 ) -> None:
     problem = Problem("commit", 19, heads, tokens, layers=2, state_dtype=dtype, pending="mix")
-    spec = commit.Spec(store=store, align=align, heads_per_cta=heads_per_cta)  # type: ignore[arg-type]
+    options = commit.Options(store=store, align=align, heads_per_cta=heads_per_cta)  # type: ignore[arg-type]
     operands = make_commit(
         problem, seed=heads, align=align, in_place=in_place, pad=16, null_requests=(2, 11)
     )
     poison_rejected(operands)
-    checked_launch(problem, spec, operands)
+    checked_launch(problem, options, operands)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -84,7 +84,7 @@ def test_commit_by_rows(
     tokens: int,
 ) -> None:
     problem = Problem("commit", 19, heads, tokens, layers=2, state_dtype=dtype, pending="mix")
-    spec = commit.Spec(
+    options = commit.Options(
         source=source,  # type: ignore[arg-type]
         rows_per_cta=rows,
         columns=columns,
@@ -97,7 +97,7 @@ def test_commit_by_rows(
         problem, seed=heads, align=align, in_place=in_place, pad=16, null_requests=(2, 11)
     )
     poison_rejected(operands)
-    checked_launch(problem, spec, operands)
+    checked_launch(problem, options, operands)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -106,7 +106,7 @@ def test_commit_by_rows(
 def test_flush_takes_records_in_any_order(dtype: StateDtype, store: str, pdl: bool) -> None:
     problem = Problem("flush", 40, 12, 8, layers=3, state_dtype=dtype, pending="mix")
     operands = make_commit(problem, seed=5, inputs="generic", pad=32, null_requests=(0, 39))
-    checked_launch(problem, commit.Spec(store=store, pdl=pdl), operands)  # type: ignore[arg-type]
+    checked_launch(problem, commit.Options(store=store, pdl=pdl), operands)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -114,8 +114,8 @@ def test_flush_takes_records_in_any_order(dtype: StateDtype, store: str, pdl: bo
 def test_full_machine(dtype: StateDtype, store: str) -> None:
     problem = Problem("commit", 64, 24, 8, layers=2, state_dtype=dtype, pending="mix")
     operands = make_commit(problem, seed=6, align=True)
-    spec = commit.Spec(store=store, align=True, heads_per_cta=8)  # type: ignore[arg-type]
-    checked_launch(problem, spec, operands)
+    options = commit.Options(store=store, align=True, heads_per_cta=8)  # type: ignore[arg-type]
+    checked_launch(problem, options, operands)
 
 
 @pytest.mark.parametrize("store", ["direct", "bulk"])
@@ -134,7 +134,7 @@ def test_boundaries_of_every_length(store: str) -> None:
         destination=(1 + b).to(torch.int32),
     )
     poison_rejected(operands)
-    checked_launch(problem, commit.Spec(store=store, align=True), operands)  # type: ignore[arg-type]
+    checked_launch(problem, commit.Options(store=store, align=True), operands)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -147,7 +147,7 @@ def test_counts_beyond_the_record_and_negative_rows(dtype: StateDtype) -> None:
     # What is expected: request 0 folds the 5 recorded tokens, 1 and 2 nothing.
     plain = replace(operands, length=torch.tensor([5, 0, 0, 5], dtype=torch.int32, device="cuda"))
     expected = reference.commit(plain, 0)
-    commit.launch(commit.compile(problem, commit.Spec(), current_gpu()), operands, 0)
+    commit.launch(commit.compile(problem, commit.Options(), current_gpu()), operands, 0)
     torch.cuda.synchronize()
     assert compare.check_commit(plain, expected, 0) is None
 
@@ -168,7 +168,7 @@ def test_offsets_beyond_32_bits(store: str) -> None:
         source=source,
         destination=destination,
     )
-    compiled = commit.compile(problem, commit.Spec(store=store), current_gpu())  # type: ignore[arg-type]
+    compiled = commit.compile(problem, commit.Options(store=store), current_gpu())  # type: ignore[arg-type]
     for operands in (small, large):
         commit.launch(compiled, operands, 0)
     torch.cuda.synchronize()
@@ -179,7 +179,7 @@ def test_repeated_launches_agree() -> None:
     """In place over and over with n = 0 in between: bits depend on the inputs alone."""
     problem = Problem("flush", 33, 12, 8, layers=2, state_dtype="bf16", pending="mix")
     a, b = (make_commit(problem, seed=10) for _ in range(2))
-    compiled = commit.compile(problem, commit.Spec(pdl=True), current_gpu())
+    compiled = commit.compile(problem, commit.Options(pdl=True), current_gpu())
     for operands in (a, b):
         for _ in range(20):
             commit.launch(compiled, operands, torch.cuda.current_stream().cuda_stream)

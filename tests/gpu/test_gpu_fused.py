@@ -25,9 +25,15 @@ from support.gpu_checks import (
 pytestmark = pytest.mark.gpu
 
 SHAPES = ((1, 256), (2, 256), (2, 128), (4, 256), (4, 128), (8, 256), (8, 128))
-LINES = fused.Spec(source="shared", fold="late", state_first=False)
-FEW = (fused.Spec(), fused.Spec(2, 128), fused.Spec(4, 128), LINES, replace(LINES, threads=320))
-ALL = (*(fused.Spec(*shape) for shape in SHAPES), LINES, replace(LINES, threads=288))
+LINES = fused.Options(source="shared", fold="late", state_first=False)
+FEW = (
+    fused.Options(),
+    fused.Options(2, 128),
+    fused.Options(4, 128),
+    LINES,
+    replace(LINES, threads=320),
+)
+ALL = (*(fused.Options(*shape) for shape in SHAPES), LINES, replace(LINES, threads=288))
 
 
 def problem(tokens: int, requests: int = 37, heads: int = 3, **more: Any) -> Problem:
@@ -51,7 +57,7 @@ def forget_rejected(operands: StepOperands) -> StepOperands:
 def test_every_shape(shape: tuple[int, int], tokens: int, gate_mode: int, inputs: Any) -> None:
     of = problem(tokens)
     operands = make_step(of, seed=tokens, pad=64, null_requests=(0, 7, 36), inputs=inputs)
-    check(fused, of, fused.Spec(*shape, gate_mode=gate_mode), forget_rejected(operands))
+    check(fused, of, fused.Options(*shape, gate_mode=gate_mode), forget_rejected(operands))
 
 
 @pytest.mark.parametrize("tokens", range(2, 9))
@@ -64,20 +70,22 @@ def test_state_in_shared_memory(
     tokens: int, threads: int, ctas: int, choices: dict[str, Any]
 ) -> None:
     of = problem(tokens)
-    spec = replace(LINES, threads=threads, ctas_per_sm=ctas, **choices)
-    if (why := fused.unsupported(of, spec, current_gpu())) is not None:
+    options = replace(LINES, threads=threads, ctas_per_sm=ctas, **choices)
+    if (why := fused.unsupported(of, options, current_gpu())) is not None:
         pytest.skip(why)
     operands = make_step(of, seed=tokens, pad=64, null_requests=(0, 7, 36), inputs="generic")
-    check(fused, of, spec, forget_rejected(operands))
+    check(fused, of, options, forget_rejected(operands))
 
 
 @pytest.mark.parametrize("heads", [1, 6, 8, 12, 24, 64, 96])
-@pytest.mark.parametrize("spec", FEW)
+@pytest.mark.parametrize("options", FEW)
 @pytest.mark.parametrize("tokens", [4, 8])
 @pytest.mark.parametrize("pdl", [False, True])
-def test_heads_that_fill_the_machine(heads: int, spec: fused.Spec, tokens: int, pdl: bool) -> None:
+def test_heads_that_fill_the_machine(
+    heads: int, options: fused.Options, tokens: int, pdl: bool
+) -> None:
     of = problem(tokens, 16, heads)
-    check(fused, of, replace(spec, pdl=pdl), make_step(of, seed=heads, null_requests=(3,)))
+    check(fused, of, replace(options, pdl=pdl), make_step(of, seed=heads, null_requests=(3,)))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -96,22 +104,24 @@ def test_heads_that_fill_the_machine(heads: int, spec: fused.Spec, tokens: int, 
 def test_choices(shape: tuple[int, int], tokens: int, choices: dict[str, Any]) -> None:
     of = problem(tokens, 11, 6)
     operands = make_step(of, seed=1, pad=16, null_requests=(4,), inputs="generic")
-    check(fused, of, fused.Spec(*shape, **choices), forget_rejected(operands))
+    check(fused, of, fused.Options(*shape, **choices), forget_rejected(operands))
 
 
-@pytest.mark.parametrize("spec", FEW)
+@pytest.mark.parametrize("options", FEW)
 @pytest.mark.parametrize("tokens", [2, 5, 8])
 @pytest.mark.parametrize("layout", ["dim-first", "window-major"])
 @layouts_and_weights
 def test_layouts_and_weights(
-    spec: fused.Spec,
+    options: fused.Options,
     tokens: int,
     layout: Any,
     change: Callable[[StepOperands], StepOperands],
     choices: dict[str, Any],
 ) -> None:
     of = problem(tokens, 5, 3, conv_layout=layout)
-    check(fused, of, replace(spec, **choices), change(make_step(of, seed=2, null_requests=(1, 4))))
+    check(
+        fused, of, replace(options, **choices), change(make_step(of, seed=2, null_requests=(1, 4)))
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -124,36 +134,36 @@ def test_one_count_for_all(shape: tuple[int, int], n: Any) -> None:
         operands = replace(
             operands, pending=torch.tensor([9, -1, 100, -(2**31), 8, 2**31 - 1]).int().cuda()
         )
-    check(fused, of, fused.Spec(*shape), operands)
+    check(fused, of, fused.Options(*shape), operands)
 
 
-@pytest.mark.parametrize("spec", FEW)
+@pytest.mark.parametrize("options", FEW)
 @pytest.mark.parametrize("tokens", [2, 4, 8])
-def test_records_longer_than_the_window_in_any_order(spec: fused.Spec, tokens: int) -> None:
+def test_records_longer_than_the_window_in_any_order(options: fused.Options, tokens: int) -> None:
     of = problem(tokens, 6)
     pending = torch.arange(9, dtype=torch.int32, device="cuda") % (tokens + 1)
-    check(fused, of, spec, replace(longer_records(make_step(of, seed=3)), pending=pending))
+    check(fused, of, options, replace(longer_records(make_step(of, seed=3)), pending=pending))
 
 
-@pytest.mark.parametrize("spec", FEW)
+@pytest.mark.parametrize("options", FEW)
 @pytest.mark.parametrize("bound", [-7.5, -5.0, -0.01])
-def test_gates_at_their_bounds(spec: fused.Spec, bound: float) -> None:
+def test_gates_at_their_bounds(options: fused.Options, bound: float) -> None:
     """Decays that come to e^-60 over eight tokens, and such that hardly decay."""
     of = problem(8, 9, 3)
     o = make_step(of, seed=4, lower_bound=bound)
     o.dt_bias[::2] = 20
     o.dt_bias[1::4] = -20
-    check(fused, of, spec, o)
+    check(fused, of, options, o)
 
 
-@pytest.mark.parametrize("spec", FEW)
+@pytest.mark.parametrize("options", FEW)
 @pytest.mark.parametrize("tokens", [4, 8])
-def test_a_chain_of_steps(spec: fused.Spec, tokens: int) -> None:
+def test_a_chain_of_steps(options: fused.Options, tokens: int) -> None:
     """Each step folds what the one before it recorded; every step is checked from where the kernel
     had come to."""
     of = problem(tokens, 2 * tokens + 2, 6)
     o = make_step(of, seed=5)
-    compiled = fused.compile(of, spec, current_gpu())
+    compiled = fused.compile(of, options, current_gpu())
     g = torch.Generator(device="cuda").manual_seed(6)
     for step in range(20):
         fresh = make_step(of, seed=100 + step, weights=o)
@@ -166,19 +176,19 @@ def test_a_chain_of_steps(spec: fused.Spec, tokens: int) -> None:
         assert compare.check_step(of, o, expected) is None, step
 
 
-@pytest.mark.parametrize("spec", FEW)
-def test_offsets_beyond_32_bits(spec: fused.Spec) -> None:
+@pytest.mark.parametrize("options", FEW)
+def test_offsets_beyond_32_bits(options: fused.Options) -> None:
     of = problem(2, 3, 12)
     small = make_step(of, seed=5)
-    compiled = fused.compile(of, spec, current_gpu())
+    compiled = fused.compile(of, options, current_gpu())
     check_far_pages(fused, compiled, small)
 
 
-@pytest.mark.parametrize("spec", ALL)
+@pytest.mark.parametrize("options", ALL)
 @pytest.mark.parametrize("tokens", [2, 8])
-def test_repeated_launches_agree(spec: fused.Spec, tokens: int) -> None:
+def test_repeated_launches_agree(options: fused.Options, tokens: int) -> None:
     """A chain of launches with programmatic edges over eight layers; bits depend on the inputs
     alone."""
     of = problem(tokens, 33, 12)
-    compiled = fused.compile(of, replace(spec, pdl=True), current_gpu())
+    compiled = fused.compile(of, replace(options, pdl=True), current_gpu())
     check_repeatable(fused, compiled, lambda i: make_step(of, seed=6 + i))

@@ -37,7 +37,7 @@ def test_every_window(tokens: int, layout: Any, gate_mode: int, inputs: Any) -> 
     of = problem(tokens, conv_layout=layout)
     for sms in (None, 5):
         operands = make_step(of, seed=tokens, pad=64, null_requests=(0, 7, 8, 36), inputs=inputs)
-        check(fused_ws, of, fused_ws.Spec(gate_mode=gate_mode), forget_rejected(operands), sms)
+        check(fused_ws, of, fused_ws.Options(gate_mode=gate_mode), forget_rejected(operands), sms)
 
 
 @pytest.mark.parametrize("sms", [1, 2, 3, 5])
@@ -52,7 +52,7 @@ def test_items_per_cta(sms: int, requests: int, heads: int, tokens: int) -> None
     check(
         fused_ws,
         of,
-        fused_ws.Spec(),
+        fused_ws.Options(),
         forget_rejected(make_step(of, seed=sms, null_requests=null)),
         sms,
     )
@@ -63,7 +63,7 @@ def test_items_per_cta(sms: int, requests: int, heads: int, tokens: int) -> None
 @pytest.mark.parametrize("pdl", [False, True])
 def test_heads_that_fill_the_machine(heads: int, tokens: int, pdl: bool) -> None:
     of = problem(tokens, 16, heads)
-    check(fused_ws, of, fused_ws.Spec(pdl=pdl), make_step(of, seed=heads, null_requests=(3,)))
+    check(fused_ws, of, fused_ws.Options(pdl=pdl), make_step(of, seed=heads, null_requests=(3,)))
 
 
 @pytest.mark.parametrize("tokens", [2, 4, 8])
@@ -73,7 +73,7 @@ def test_many_items(tokens: int, pending: Any) -> None:
     check(
         fused_ws,
         of,
-        fused_ws.Spec(),
+        fused_ws.Options(),
         forget_rejected(make_step(of, seed=2, null_requests=(0, 100, 101, 255))),
     )
 
@@ -95,7 +95,7 @@ def test_many_items(tokens: int, pending: Any) -> None:
 def test_choices(tokens: int, choices: dict[str, Any], pdl: bool) -> None:
     of = problem(tokens, 9, 6)
     operands = make_step(of, seed=1, pad=16, null_requests=(4,), inputs="generic")
-    check(fused_ws, of, fused_ws.Spec(pdl=pdl, **choices), forget_rejected(operands), sms=7)
+    check(fused_ws, of, fused_ws.Options(pdl=pdl, **choices), forget_rejected(operands), sms=7)
 
 
 @pytest.mark.parametrize("tokens", [2, 5, 8])
@@ -119,7 +119,7 @@ def test_layouts_and_weights(
     check(
         fused_ws,
         of,
-        fused_ws.Spec(**choices),
+        fused_ws.Options(**choices),
         change(make_step(of, seed=2, null_requests=(1, 4))),
         sms=2,
     )
@@ -135,7 +135,7 @@ def test_one_count_for_all(tokens: int, n: Any) -> None:
         operands = replace(
             operands, pending=torch.tensor([9, -1, 100, -(2**31), 8, 2**31 - 1]).int().cuda()
         )
-    check(fused_ws, of, fused_ws.Spec(), operands, sms=2)
+    check(fused_ws, of, fused_ws.Options(), operands, sms=2)
 
 
 @pytest.mark.parametrize("tokens", [2, 4, 8])
@@ -146,7 +146,7 @@ def test_records_longer_than_the_window_in_any_order(tokens: int, sms: int | Non
     check(
         fused_ws,
         of,
-        fused_ws.Spec(),
+        fused_ws.Options(),
         replace(longer_records(make_step(of, seed=3)), pending=pending),
         sms,
     )
@@ -159,7 +159,7 @@ def test_gates_at_their_bounds(bound: float) -> None:
     o = make_step(of, seed=4, lower_bound=bound)
     o.dt_bias[::2] = 20
     o.dt_bias[1::4] = -20
-    check(fused_ws, of, fused_ws.Spec(), o, sms=3)
+    check(fused_ws, of, fused_ws.Options(), o, sms=3)
 
 
 @pytest.mark.parametrize("tokens", [2, 4, 8])
@@ -168,7 +168,7 @@ def test_a_chain_of_steps(tokens: int) -> None:
     had come to."""
     of = problem(tokens, 2 * tokens + 2, 6)
     o = make_step(of, seed=5)
-    compiled = fused_ws.compile(of, fused_ws.Spec(), replace(current_gpu(), sms=9))
+    compiled = fused_ws.compile(of, fused_ws.Options(), replace(current_gpu(), sms=9))
     g = torch.Generator(device="cuda").manual_seed(6)
     for step in range(20):
         fresh = make_step(of, seed=100 + step, weights=o)
@@ -183,15 +183,17 @@ def test_a_chain_of_steps(tokens: int) -> None:
 
 def test_offsets_beyond_32_bits() -> None:
     of = problem(2, 3, 12)
-    compiled = fused_ws.compile(of, fused_ws.Spec(), replace(current_gpu(), sms=6))
+    compiled = fused_ws.compile(of, fused_ws.Options(), replace(current_gpu(), sms=6))
     check_far_pages(fused_ws, compiled, make_step(of, seed=5))
 
 
-@pytest.mark.parametrize("spec", [fused_ws.Spec(pdl=True), fused_ws.Spec(pdl=True, ahead=True)])
+@pytest.mark.parametrize(
+    "options", [fused_ws.Options(pdl=True), fused_ws.Options(pdl=True, ahead=True)]
+)
 @pytest.mark.parametrize("tokens", [2, 8])
-def test_repeated_launches_agree(spec: fused_ws.Spec, tokens: int) -> None:
+def test_repeated_launches_agree(options: fused_ws.Options, tokens: int) -> None:
     """A chain of launches with programmatic edges over eight layers; bits depend on the inputs
     alone."""
     of = problem(tokens, 33, 12)
-    compiled = fused_ws.compile(of, spec, current_gpu())
+    compiled = fused_ws.compile(of, options, current_gpu())
     check_repeatable(fused_ws, compiled, lambda i: make_step(of, seed=6 + i))

@@ -37,8 +37,8 @@ SHAPES = (
 KINDS = (("decode", 1), ("record", 8), ("record", 5), ("record", 2), ("spec", 8), ("spec", 3))
 
 
-def spec(shape: tuple[int, int, int], **choices: Any) -> split.Spec:
-    return split.Spec(split=shape[0], threads=shape[1], lanes_per_row=shape[2], **choices)
+def options(shape: tuple[int, int, int], **choices: Any) -> split.Options:
+    return split.Options(split=shape[0], threads=shape[1], lanes_per_row=shape[2], **choices)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -49,7 +49,7 @@ def test_every_shape(shape: tuple[int, int, int], kind: Any, tokens: int, dtype:
     check(
         split,
         problem,
-        spec(shape),
+        options(shape),
         make_step(problem, seed=tokens, pad=64, null_requests=(0, 7, 36), inputs="generic"),
     )
 
@@ -62,7 +62,9 @@ def test_heads_that_fill_the_machine(
     heads: int, shape: tuple[int, int, int], kind: Any, tokens: int, pdl: bool
 ) -> None:
     problem = Problem(kind, 16, heads, tokens)
-    check(split, problem, spec(shape, pdl=pdl), make_step(problem, seed=heads, null_requests=(3,)))
+    check(
+        split, problem, options(shape, pdl=pdl), make_step(problem, seed=heads, null_requests=(3,))
+    )
 
 
 @pytest.mark.parametrize("shape", [(1, 256, 16), (2, 128, 32), (4, 128, 16), (8, 128, 16)])
@@ -91,7 +93,7 @@ def test_choices(
     check(
         split,
         problem,
-        spec(shape, **choices),
+        options(shape, **choices),
         make_step(problem, seed=1, pad=16, null_requests=(4,), inputs="generic"),
     )
 
@@ -112,7 +114,7 @@ def test_layouts_and_weights(
     check(
         split,
         problem,
-        spec(shape, **choices),
+        options(shape, **choices),
         change(make_step(problem, seed=2, null_requests=(1, 4))),
     )
 
@@ -120,7 +122,7 @@ def test_layouts_and_weights(
 @pytest.mark.parametrize("shape", [(1, 256, 16), (4, 128, 16)])
 def test_records_longer_than_the_window_in_any_order(shape: tuple[int, int, int]) -> None:
     problem = Problem("record", 6, 3, 4)
-    check(split, problem, spec(shape), longer_records(make_step(problem, seed=3)))
+    check(split, problem, options(shape), longer_records(make_step(problem, seed=3)))
 
 
 @pytest.mark.parametrize("shape", [(1, 256, 16), (4, 128, 16)])
@@ -135,14 +137,14 @@ def test_spec_slots_that_are_null(shape: tuple[int, int, int]) -> None:
     slots[2, 2], accepted[2] = 0, 3
     slots[3, 4], accepted[3] = -1, 5
     slots[4, 0], accepted[4] = 0, 2
-    check(split, problem, spec(shape), replace(o, slots=slots, accepted=accepted))
+    check(split, problem, options(shape), replace(o, slots=slots, accepted=accepted))
 
 
 @pytest.mark.parametrize(("kind", "tokens"), [("decode", 1), ("spec", 2), ("record", 2)])
 def test_offsets_beyond_32_bits(kind: Any, tokens: int) -> None:
     problem = Problem(kind, 2, 12, tokens)
     small = make_step(problem, seed=5)
-    compiled = split.compile(problem, spec((4, 128, 16)), current_gpu())
+    compiled = split.compile(problem, options((4, 128, 16)), current_gpu())
     check_far_pages(split, compiled, small)
 
 
@@ -152,5 +154,5 @@ def test_repeated_launches_agree(shape: tuple[int, int, int], kind: Any, tokens:
     """A chain of launches with programmatic edges over eight layers; bits depend on the inputs
     alone."""
     problem = Problem(kind, 33, 12, tokens)
-    compiled = split.compile(problem, spec(shape, pdl=True), current_gpu())
+    compiled = split.compile(problem, options(shape, pdl=True), current_gpu())
     check_repeatable(split, compiled, lambda i: make_step(problem, seed=6 + i))

@@ -27,8 +27,8 @@ SHAPES = split_chunked.SHAPES
 FEW = ((1, 256), (2, 256), (4, 128), (8, 128))
 
 
-def spec(shape: tuple[int, int], **choices: Any) -> split.Spec:
-    return split.Spec(
+def options(shape: tuple[int, int], **choices: Any) -> split.Options:
+    return split.Options(
         **{"split": shape[0], "threads": shape[1], "gate_mode": 0, "form": "chunked", **choices}
     )
 
@@ -45,7 +45,7 @@ def test_every_shape(shape: tuple[int, int], tokens: int, dtype: Any) -> None:
     check(
         split,
         problem,
-        spec(shape),
+        options(shape),
         make_step(problem, seed=tokens, pad=64, null_requests=(0, 7, 36), inputs="generic"),
     )
 
@@ -58,7 +58,9 @@ def test_heads_that_fill_the_machine(
     heads: int, shape: tuple[int, int], tokens: int, pdl: bool
 ) -> None:
     problem = record(16, heads, tokens)
-    check(split, problem, spec(shape, pdl=pdl), make_step(problem, seed=heads, null_requests=(3,)))
+    check(
+        split, problem, options(shape, pdl=pdl), make_step(problem, seed=heads, null_requests=(3,))
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -86,7 +88,7 @@ def test_choices(shape: tuple[int, int], tokens: int, dtype: Any, choices: dict[
     check(
         split,
         problem,
-        spec(shape, **choices),
+        options(shape, **choices),
         make_step(problem, seed=1, pad=16, null_requests=(4,), inputs="generic"),
     )
 
@@ -106,7 +108,7 @@ def test_layouts_and_weights(
     check(
         split,
         problem,
-        spec(shape, **choices),
+        options(shape, **choices),
         change(make_step(problem, seed=2, null_requests=(1, 4))),
     )
 
@@ -114,7 +116,7 @@ def test_layouts_and_weights(
 @pytest.mark.parametrize("shape", FEW)
 def test_records_longer_than_the_window_in_any_order(shape: tuple[int, int]) -> None:
     problem = record(6, 3, 4)
-    check(split, problem, spec(shape), longer_records(make_step(problem, seed=3)))
+    check(split, problem, options(shape), longer_records(make_step(problem, seed=3)))
 
 
 @pytest.mark.parametrize("shape", FEW)
@@ -124,7 +126,7 @@ def test_strongest_and_weakest_decays(shape: tuple[int, int], lower_bound: float
     check(
         split,
         problem,
-        spec(shape),
+        options(shape),
         replace(make_step(problem, seed=4, inputs="generic"), lower_bound=lower_bound),
     )
 
@@ -139,14 +141,14 @@ def test_keys_of_zeros(shape: tuple[int, int]) -> None:
     o.projected[:, keys] = 0
     o.conv_state[:, keys] = 0
     o.conv_bias[keys] = 0
-    check(split, problem, spec(shape), o)
+    check(split, problem, options(shape), o)
 
 
 @pytest.mark.parametrize("shape", FEW)
 def test_offsets_beyond_32_bits(shape: tuple[int, int]) -> None:
     problem = record(2, 12, 2)
     small = make_step(problem, seed=6)
-    compiled = split.compile(problem, spec(shape), current_gpu())
+    compiled = split.compile(problem, options(shape), current_gpu())
     check_far_pages(split, compiled, small)
 
 
@@ -156,5 +158,5 @@ def test_repeated_launches_agree(shape: tuple[int, int], tokens: int) -> None:
     """A chain of launches with programmatic edges over eight layers; bits depend on the inputs
     alone."""
     problem = record(33, 12, tokens)
-    compiled = split.compile(problem, spec(shape, pdl=True), current_gpu())
+    compiled = split.compile(problem, options(shape, pdl=True), current_gpu())
     check_repeatable(split, compiled, lambda i: make_step(problem, seed=7 + i))

@@ -18,7 +18,13 @@ from kda_kernels.problem import Problem
 
 pytestmark = pytest.mark.gpu
 
-SPECS = [stock.Spec(), stock.Spec(8, 1), stock.Spec(16, 2), stock.Spec(64, 8), stock.Spec(128, 8)]
+OPTIONS = [
+    stock.Options(),
+    stock.Options(8, 1),
+    stock.Options(16, 2),
+    stock.Options(64, 8),
+    stock.Options(128, 8),
+]
 
 
 def captured(
@@ -36,8 +42,8 @@ def captured(
     return graph
 
 
-def check_step(problem: Problem, operands: StepOperands, spec: stock.Spec) -> None:
-    compiled = stock.compile(problem, spec, current_gpu())
+def check_step(problem: Problem, operands: StepOperands, options: stock.Options) -> None:
+    compiled = stock.compile(problem, options, current_gpu())
     # The warm-up works on operands of its own: a step may change its state.
     other = replace(operands, **{
         name: getattr(operands, name).clone(memory_format=torch.preserve_format)
@@ -71,15 +77,15 @@ def test_steps(
     operands = make_step(
         problem, seed=1, inputs=inputs, pad=16, null_requests=(1, 2) if requests > 2 else ()
     )  # type: ignore[arg-type]
-    check_step(problem, operands, stock.Spec())
+    check_step(problem, operands, stock.Options())
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(("kind", "tokens"), [("decode", 1), ("spec", 3), ("record", 8)])
-def test_every_spec(kind: str, tokens: int, dtype: str, spec: stock.Spec) -> None:
+def test_every_spec(kind: str, tokens: int, dtype: str, options: stock.Options) -> None:
     problem = Problem(kind, 6, 12, tokens, state_dtype=dtype)  # type: ignore[arg-type]
-    check_step(problem, make_step(problem, seed=2), spec)
+    check_step(problem, make_step(problem, seed=2), options)
 
 
 @pytest.mark.parametrize(("kind", "tokens"), [("decode", 1), ("spec", 4), ("record", 4)])
@@ -88,7 +94,7 @@ def test_unbounded_gate_without_bias(kind: str, tokens: int) -> None:
     check_step(
         problem,
         make_step(problem, seed=3, lower_bound=None, conv_bias=False, inputs="generic"),
-        stock.Spec(),
+        stock.Options(),
     )
 
 
@@ -98,14 +104,14 @@ def test_bf16_weights_and_a_padded_fp32_window() -> None:
     flat = torch.randn(6, 3 * 1536 * 9 + 3, device="cuda")
     check_step(problem, replace(
         operands, conv_weight=operands.conv_weight.bfloat16(), conv_bias=operands.conv_bias.bfloat16(),
-        conv_state=flat.as_strided((6, 3 * 1536, 9), (flat.stride(0), 9, 1))), stock.Spec())  # fmt: skip
+        conv_state=flat.as_strided((6, 3 * 1536, 9), (flat.stride(0), 9, 1))), stock.Options())  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "problem", [Problem("decode", 256, 96), Problem("record", 128, 96, 8)], ids=lambda p: p.kind
 )
 def test_many_items(problem: Problem) -> None:
-    check_step(problem, make_step(problem, seed=5), stock.Spec())
+    check_step(problem, make_step(problem, seed=5), stock.Options())
 
 
 @pytest.mark.parametrize("kind", ["spec", "record"])
@@ -153,7 +159,7 @@ def test_commit(
     )
     expected = [reference.commit(operands, layer) for layer in range(layers)]
     compare.poison(operands)
-    compiled = stock.compile(problem, stock.Spec(), current_gpu())
+    compiled = stock.compile(problem, stock.Options(), current_gpu())
     graph = captured(
         lambda stream: stock.launch(compiled, warm, stream),
         lambda stream: stock.launch(compiled, operands, stream),
@@ -170,7 +176,7 @@ def test_deferred_steps_equal_eager_ones(n: int, layout: str) -> None:
     """record, defer, flush plan, fold, roll, record: the reference's replay."""
     problem = Problem("record", 6, 3, 3, conv_layout=layout)  # type: ignore[arg-type]
     operands = make_step(problem, seed=10, null_requests=(1,))
-    compiled = stock.compile(problem, stock.Spec(), current_gpu())
+    compiled = stock.compile(problem, stock.Options(), current_gpu())
     stream = torch.cuda.current_stream()
     stock.launch(compiled, operands, stream)
     accepted = torch.full((6,), n, dtype=torch.int32, device="cuda")
@@ -206,7 +212,9 @@ def test_a_selection_of_requests_can_be_checked_alone() -> None:
     part, before = reference.select(problem, operands, kept)
     expected = reference.step(part, before)
     stock.launch(
-        stock.compile(problem, stock.Spec(), current_gpu()), operands, torch.cuda.current_stream()
+        stock.compile(problem, stock.Options(), current_gpu()),
+        operands,
+        torch.cuda.current_stream(),
     )
     torch.cuda.synchronize()
     assert compare.check_step(part, reference.select(problem, operands, kept)[1], expected) is None
@@ -216,7 +224,7 @@ def test_a_selection_of_requests_can_be_checked_alone() -> None:
 def test_launches_after_the_first_allocate_nothing(kind: str) -> None:
     problem = Problem(kind, 4, 12, 1 if kind == "decode" else 4)  # type: ignore[arg-type]
     compiled, operands = (
-        stock.compile(problem, stock.Spec(), current_gpu()),
+        stock.compile(problem, stock.Options(), current_gpu()),
         make_step(problem, seed=13),
     )
     stream = torch.cuda.current_stream()

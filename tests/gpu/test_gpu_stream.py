@@ -38,7 +38,7 @@ def test_every_kind(kind: Any, tokens: int, dtype: Any, layout: Any, inputs: Any
     problem = Problem(kind, 37, 3, tokens, state_dtype=dtype, conv_layout=layout)
     draw: dict[str, Any] = {"pad": 64, "null_requests": (0, 7, 8, 36), "inputs": inputs}
     for sms in (None, 5):
-        check(stream, problem, stream.Spec(), make_step(problem, seed=tokens, **draw), sms)
+        check(stream, problem, stream.Options(), make_step(problem, seed=tokens, **draw), sms)
 
 
 @pytest.mark.parametrize("sms", [1, 2, 3, 5])
@@ -50,7 +50,7 @@ def test_items_per_cta(sms: int, requests: int, heads: int, kind: Any, tokens: i
     """1, 2, 3, 7 and more, heads that change at any of them, last CTAs with fewer."""
     problem = Problem(kind, requests, heads, tokens)
     null = (requests // 2,) if requests > 2 else ()
-    check(stream, problem, stream.Spec(), make_step(problem, seed=sms, null_requests=null), sms)
+    check(stream, problem, stream.Options(), make_step(problem, seed=sms, null_requests=null), sms)
 
 
 @pytest.mark.parametrize("heads", [1, 6, 8, 12, 24, 64, 96])
@@ -58,7 +58,9 @@ def test_items_per_cta(sms: int, requests: int, heads: int, kind: Any, tokens: i
 @pytest.mark.parametrize("pdl", [False, True])
 def test_heads_that_fill_the_machine(heads: int, kind: Any, tokens: int, pdl: bool) -> None:
     problem = Problem(kind, 16, heads, tokens)
-    check(stream, problem, stream.Spec(pdl=pdl), make_step(problem, seed=heads, null_requests=(3,)))
+    check(
+        stream, problem, stream.Options(pdl=pdl), make_step(problem, seed=heads, null_requests=(3,))
+    )
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -68,7 +70,10 @@ def test_heads_that_fill_the_machine(heads: int, kind: Any, tokens: int, pdl: bo
 def test_many_items(dtype: Any, kind: Any, tokens: int) -> None:
     problem = Problem(kind, 256, 12, tokens, state_dtype=dtype)
     check(
-        stream, problem, stream.Spec(), make_step(problem, seed=2, null_requests=(0, 100, 101, 255))
+        stream,
+        problem,
+        stream.Options(),
+        make_step(problem, seed=2, null_requests=(0, 100, 101, 255)),
     )
 
 
@@ -89,7 +94,7 @@ def test_many_items(dtype: Any, kind: Any, tokens: int) -> None:
 def test_choices(kind: Any, tokens: int, dtype: Any, choices: dict[str, Any], pdl: bool) -> None:
     problem = Problem(kind, 9, 6, tokens, state_dtype=dtype)
     operands = make_step(problem, seed=1, pad=16, null_requests=(4,), inputs="generic")
-    check(stream, problem, stream.Spec(pdl=pdl, **choices), operands, sms=7)
+    check(stream, problem, stream.Options(pdl=pdl, **choices), operands, sms=7)
 
 
 @pytest.mark.parametrize(("kind", "tokens"), [("record", 2), ("record", 4), ("spec", 4)])
@@ -100,7 +105,7 @@ def test_stages(kind: Any, tokens: int, layout: Any, stages: int) -> None:
     check(
         stream,
         problem,
-        stream.Spec(stages=stages),
+        stream.Options(stages=stages),
         make_step(problem, seed=1, null_requests=(4,)),
         sms=7,
     )
@@ -128,7 +133,7 @@ def test_layouts_and_weights(
     check(
         stream,
         problem,
-        stream.Spec(**choices),
+        stream.Options(**choices),
         change(make_step(problem, seed=2, null_requests=(1, 4))),
         sms=2,
     )
@@ -137,7 +142,7 @@ def test_layouts_and_weights(
 @pytest.mark.parametrize("tokens", [2, 4, 8])
 def test_records_longer_than_the_window_in_any_order(tokens: int) -> None:
     problem = Problem("record", 6, 3, tokens)
-    check(stream, problem, stream.Spec(), longer_records(make_step(problem, seed=3)), sms=2)
+    check(stream, problem, stream.Options(), longer_records(make_step(problem, seed=3)), sms=2)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -148,14 +153,14 @@ def test_gates_at_their_bounds(dtype: Any, bound: float) -> None:
     o = make_step(problem, seed=4, lower_bound=bound)
     o.dt_bias[::2] = 20
     o.dt_bias[1::4] = -20
-    check(stream, problem, stream.Spec(), o, sms=3)
+    check(stream, problem, stream.Options(), o, sms=3)
 
 
 @pytest.mark.parametrize(("kind", "tokens"), [("decode", 1), ("record", 2), ("spec", 2)])
 def test_offsets_beyond_32_bits(kind: Any, tokens: int) -> None:
     problem = Problem(kind, 2, 12, tokens)
     small = make_step(problem, seed=5)
-    compiled = stream.compile(problem, stream.Spec(), replace(current_gpu(), sms=3))
+    compiled = stream.compile(problem, stream.Options(), replace(current_gpu(), sms=3))
     check_far_pages(stream, compiled, small)
 
 
@@ -165,5 +170,5 @@ def test_repeated_launches_agree(kind: Any, tokens: int, ahead: bool) -> None:
     """A chain of launches with programmatic edges over eight layers; bits depend on the inputs
     alone."""
     problem = Problem(kind, 33, 12, tokens)
-    compiled = stream.compile(problem, stream.Spec(ahead=ahead, pdl=True), current_gpu())
+    compiled = stream.compile(problem, stream.Options(ahead=ahead, pdl=True), current_gpu())
     check_repeatable(stream, compiled, lambda i: make_step(problem, seed=6 + i))

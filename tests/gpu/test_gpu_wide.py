@@ -43,7 +43,7 @@ def test_every_kind(
 ) -> None:
     problem = Problem(kind, 37, 3, tokens, state_dtype=dtype)
     operands = make_step(problem, seed=tokens, pad=64, null_requests=(0, 7, 36), inputs=inputs)
-    check(wide, problem, wide.Spec(form, gate_mode=gate_mode), operands)
+    check(wide, problem, wide.Options(form, gate_mode=gate_mode), operands)
 
 
 @pytest.mark.parametrize("heads", [1, 6, 8, 12, 24, 64, 96])
@@ -54,7 +54,10 @@ def test_heads_that_fill_the_machine(
 ) -> None:
     problem = Problem(kind, 16, heads, tokens)
     check(
-        wide, problem, wide.Spec(form, pdl=pdl), make_step(problem, seed=heads, null_requests=(3,))
+        wide,
+        problem,
+        wide.Options(form, pdl=pdl),
+        make_step(problem, seed=heads, null_requests=(3,)),
     )
 
 
@@ -66,7 +69,7 @@ def test_heads_that_fill_the_machine(
 def test_choices(kind: Any, tokens: int, form: Any, dtype: Any, choices: dict[str, Any]) -> None:
     problem = Problem(kind, 9, 6, tokens, state_dtype=dtype)
     operands = make_step(problem, seed=1, pad=16, null_requests=(4,), inputs="generic")
-    check(wide, problem, wide.Spec(form, **choices), operands)
+    check(wide, problem, wide.Options(form, **choices), operands)
 
 
 @pytest.mark.parametrize("tokens", range(2, 9))
@@ -79,7 +82,7 @@ def test_records_with_fewer_lines_of_the_state_at_a_time(
     check(
         wide,
         problem,
-        wide.Spec("chunked", ctas=ctas),
+        wide.Options("chunked", ctas=ctas),
         make_step(problem, seed=7, pad=16, null_requests=(4,)),
     )
 
@@ -92,7 +95,7 @@ def test_spec_goes_on_from_any_token_in_place(tokens: int, dtype: Any) -> None:
     operands = make_step(problem, seed=8, pad=16)
     assert operands.accepted is not None
     operands.accepted.copy_(torch.arange(tokens + 2, device=operands.accepted.device))
-    check(wide, problem, wide.Spec(), operands)
+    check(wide, problem, wide.Options(), operands)
 
 
 @pytest.mark.parametrize(("kind", "tokens", "form"), FEW)
@@ -110,7 +113,7 @@ def test_layouts_and_weights(
     check(
         wide,
         problem,
-        wide.Spec(form, **choices),
+        wide.Options(form, **choices),
         change(make_step(problem, seed=2, null_requests=(1, 4))),
     )
 
@@ -118,7 +121,7 @@ def test_layouts_and_weights(
 @pytest.mark.parametrize("tokens", [2, 4, 8])
 def test_records_longer_than_the_window_in_any_order(tokens: int) -> None:
     problem = Problem("record", 6, 3, tokens)
-    check(wide, problem, wide.Spec("chunked"), longer_records(make_step(problem, seed=3)))
+    check(wide, problem, wide.Options("chunked"), longer_records(make_step(problem, seed=3)))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -129,7 +132,7 @@ def test_gates_at_their_bounds(dtype: Any, bound: float) -> None:
     o = make_step(problem, seed=4, lower_bound=bound)
     o.dt_bias[::2] = 20
     o.dt_bias[1::4] = -20
-    check(wide, problem, wide.Spec("chunked"), o)
+    check(wide, problem, wide.Options("chunked"), o)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +141,7 @@ def test_gates_at_their_bounds(dtype: Any, bound: float) -> None:
 def test_offsets_beyond_32_bits(kind: Any, tokens: int, form: Any) -> None:
     problem = Problem(kind, 2, 12, tokens)
     small = make_step(problem, seed=5)
-    compiled = wide.compile(problem, wide.Spec(form), current_gpu())
+    compiled = wide.compile(problem, wide.Options(form), current_gpu())
     check_far_pages(wide, compiled, small)
 
 
@@ -147,5 +150,5 @@ def test_repeated_launches_agree(kind: Any, tokens: int, form: Any) -> None:
     """A chain of launches with programmatic edges over eight layers; bits depend on the inputs
     alone."""
     problem = Problem(kind, 33, 12, tokens)
-    compiled = wide.compile(problem, wide.Spec(form, pdl=True), current_gpu())
+    compiled = wide.compile(problem, wide.Options(form, pdl=True), current_gpu())
     check_repeatable(wide, compiled, lambda i: make_step(problem, seed=6 + i))

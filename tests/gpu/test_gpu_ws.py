@@ -30,8 +30,8 @@ def test_every_window(tokens: int, dtype: Any, layout: Any, kind: Any) -> None:
     operands = make_step(
         problem, seed=tokens, pad=64, null_requests=(0, 7, 8, 36), inputs="generic"
     )
-    check(ws, problem, ws.Spec(), operands)
-    check(ws, problem, ws.Spec(), operands, sms=9)
+    check(ws, problem, ws.Options(), operands)
+    check(ws, problem, ws.Options(), operands, sms=9)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -40,7 +40,11 @@ def test_every_window(tokens: int, dtype: Any, layout: Any, kind: Any) -> None:
 def test_decode(dtype: Any, layout: Any, sms: int | None) -> None:
     problem = Problem("decode", 37, 3, state_dtype=dtype, conv_layout=layout)
     check(
-        ws, problem, ws.Spec(), make_step(problem, seed=1, pad=64, null_requests=(0, 7, 8, 36)), sms
+        ws,
+        problem,
+        ws.Options(),
+        make_step(problem, seed=1, pad=64, null_requests=(0, 7, 8, 36)),
+        sms,
     )
 
 
@@ -48,7 +52,7 @@ def test_accepted_counts_beyond_the_window_and_none() -> None:
     problem = Problem("spec", 9, 2, 3)
     o = make_step(problem, seed=8, null_requests=(4,))
     accepted = torch.arange(-1, 8, dtype=torch.int32, device="cuda")
-    check(ws, problem, ws.Spec(), replace(o, accepted=accepted), sms=4)
+    check(ws, problem, ws.Options(), replace(o, accepted=accepted), sms=4)
 
 
 @pytest.mark.parametrize("sms", [1, 2, 3, 4, 5, 7])
@@ -60,7 +64,7 @@ def test_items_per_cta(sms: int, requests: int, heads: int, dtype: Any) -> None:
     """1, 2, 3, 7 and more, last CTAs with fewer."""
     problem = Problem("record", requests, heads, 4, state_dtype=dtype)
     null = (requests // 2,) if requests > 2 else ()
-    check(ws, problem, ws.Spec(), make_step(problem, seed=sms, null_requests=null), sms)
+    check(ws, problem, ws.Options(), make_step(problem, seed=sms, null_requests=null), sms)
 
 
 @pytest.mark.parametrize("heads", [1, 6, 8, 12, 24, 64, 96])
@@ -68,14 +72,14 @@ def test_items_per_cta(sms: int, requests: int, heads: int, dtype: Any) -> None:
 @pytest.mark.parametrize("pdl", [False, True])
 def test_heads_that_fill_the_machine(heads: int, tokens: int, pdl: bool) -> None:
     problem = Problem("record", 40, heads, tokens)
-    check(ws, problem, ws.Spec(pdl=pdl), make_step(problem, seed=heads, null_requests=(3,)))
+    check(ws, problem, ws.Options(pdl=pdl), make_step(problem, seed=heads, null_requests=(3,)))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("tokens", [4, 8])
 def test_many_items(dtype: Any, tokens: int) -> None:
     problem = Problem("record", 256, 12, tokens, state_dtype=dtype)
-    check(ws, problem, ws.Spec(), make_step(problem, seed=2, null_requests=(0, 100, 101, 255)))
+    check(ws, problem, ws.Options(), make_step(problem, seed=2, null_requests=(0, 100, 101, 255)))
 
 
 @pytest.mark.parametrize("tokens", [3, 8])
@@ -96,8 +100,8 @@ def test_choices(
 ) -> None:
     problem = Problem("record", 9, 6, tokens, state_dtype=dtype)
     operands = make_step(problem, seed=1, pad=16, null_requests=(4,), inputs="generic")
-    spec = ws.Spec(**choices)
-    check(ws, problem, spec, operands if change is None else change(operands), sms=6)
+    options = ws.Options(**choices)
+    check(ws, problem, options, operands if change is None else change(operands), sms=6)
 
 
 @pytest.mark.parametrize("layout", ["dim-first", "window-major"])
@@ -118,7 +122,7 @@ def test_padded_strides_and_longer_windows(layout: Any, tokens: int, window: int
     check(
         ws,
         problem,
-        ws.Spec(window=window),
+        ws.Options(window=window),
         replace(o, conv_state=conv_state, projected=projected),
         sms=5,
     )
@@ -137,7 +141,11 @@ def test_longer_records_negative_rows_and_a_column_of_a_slot_table() -> None:
         "key_gates": torch.randn(16, 6, 7, 256, device="cuda").bfloat16(),
     }
     check(
-        ws, problem, ws.Spec(), replace(o, record_rows=rows, slots=table[:, :1], **records), sms=4
+        ws,
+        problem,
+        ws.Options(),
+        replace(o, record_rows=rows, slots=table[:, :1], **records),
+        sms=4,
     )
 
 
@@ -145,11 +153,11 @@ def test_longer_records_negative_rows_and_a_column_of_a_slot_table() -> None:
 def test_null_requests_first_last_and_alone(null: tuple[int, ...]) -> None:
     problem = Problem("record", 6, 2, 4)
     for sms in (1, 2, 6):
-        check(ws, problem, ws.Spec(), make_step(problem, seed=5, null_requests=null), sms)
+        check(ws, problem, ws.Options(), make_step(problem, seed=5, null_requests=null), sms)
         check(
             ws,
             problem,
-            ws.Spec(),
+            ws.Options(),
             make_step(problem, seed=6, null_requests=tuple(5 - b for b in null)),
             sms,
         )
@@ -170,7 +178,7 @@ def test_offsets_beyond_32_bits(dtype: Any) -> None:
     large = replace(
         small, state=state, slots=slots, conv_state=conv_state, out=torch.empty_like(small.out)
     )
-    compiled = ws.compile(problem, ws.Spec(), current_gpu())
+    compiled = ws.compile(problem, ws.Options(), current_gpu())
     for operands in (small, large):
         ws.launch(compiled, operands, 0)
     torch.cuda.synchronize()
@@ -188,7 +196,7 @@ def test_repeated_launches_agree(dtype: Any) -> None:
     """
     problem = Problem("record", 90, 12, 8, state_dtype=dtype)
     a, b = (make_step(problem, seed=10, null_requests=(17,)) for _ in range(2))
-    compiled = ws.compile(problem, ws.Spec(), current_gpu())
+    compiled = ws.compile(problem, ws.Options(), current_gpu())
     for operands in (a, b):
         for _ in range(50):
             ws.launch(compiled, operands, torch.cuda.current_stream().cuda_stream)

@@ -30,7 +30,7 @@ def test_one_file_and_one_line(tmp_path: Path) -> None:
         "KDA_KERNELS_CACHE": str(tmp_path / "cache"),
     }
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "added_variant.py"), str(tmp_path)],
+        [sys.executable, str(ROOT / "tests" / "support" / "added_variant.py"), str(tmp_path)],
         env=environment,
         capture_output=True,
         text=True,

@@ -46,9 +46,9 @@ def test_chunks_are_equal_and_cover_the_heads(heads: int, most: int, chunk: int)
 FORMS = list(itertools.product(["bulk", "registers"], [32, 64, HEAD_DIM], [4, 8]))
 
 
-def rows_spec(form: tuple[str, int, int], **choices: Any) -> commit.Spec:
+def rows_spec(form: tuple[str, int, int], **choices: Any) -> commit.Options:
     source, rows, columns = form
-    return commit.Spec(
+    return commit.Options(
         source=source, rows_per_cta=rows, columns=columns, heads_per_cta=1, **choices
     )  # type: ignore[arg-type]
 
@@ -82,19 +82,19 @@ def test_threads_cover_a_tile_once_with_the_columns_of_their_vectors(
 
 
 @pytest.mark.parametrize(
-    ("of", "spec", "reason"),
+    ("of", "options", "reason"),
     [
-        (Problem("decode", 4, 6), commit.Spec(), "kind=decode"),
-        (Problem("record", 4, 6, 4), commit.Spec(), "kind=record"),
-        (problem(kind="flush"), commit.Spec(align=True), "no block boundary"),
-        (problem(), commit.Spec(heads_per_cta=0), "heads_per_cta=0"),
-        (problem(), commit.Spec(store="smem"), "store='smem'"),  # type: ignore[arg-type]
-        (problem(requests=70_000), commit.Spec(), "requests=70000"),
-        (problem(), commit.Spec(source="smem"), "source='smem'"),  # type: ignore[arg-type]
-        (problem(), commit.Spec(columns=4), "source=ring has"),
-        (problem(), commit.Spec(hints=True), "source=ring has"),
-        (problem(), commit.Spec(source="bulk"), "heads_per_cta=1, not direct and 4"),
-        (problem(), commit.Spec("bulk", heads_per_cta=1, source="registers"), "store=direct"),
+        (Problem("decode", 4, 6), commit.Options(), "kind=decode"),
+        (Problem("record", 4, 6, 4), commit.Options(), "kind=record"),
+        (problem(kind="flush"), commit.Options(align=True), "no block boundary"),
+        (problem(), commit.Options(heads_per_cta=0), "heads_per_cta=0"),
+        (problem(), commit.Options(store="smem"), "store='smem'"),  # type: ignore[arg-type]
+        (problem(requests=70_000), commit.Options(), "requests=70000"),
+        (problem(), commit.Options(source="smem"), "source='smem'"),  # type: ignore[arg-type]
+        (problem(), commit.Options(columns=4), "source=ring has"),
+        (problem(), commit.Options(hints=True), "source=ring has"),
+        (problem(), commit.Options(source="bulk"), "heads_per_cta=1, not direct and 4"),
+        (problem(), commit.Options("bulk", heads_per_cta=1, source="registers"), "store=direct"),
         (problem(), rows_spec(("bulk", 16, 4)), "rows_per_cta=16"),
         (problem(), rows_spec(("bulk", 64, 2)), "columns=2"),
         (problem(), rows_spec(("bulk", 128, 4), ctas_per_sm=6), "ctas_per_sm=6 is not within 0..5"),
@@ -105,19 +105,21 @@ def test_threads_cover_a_tile_once_with_the_columns_of_their_vectors(
         ),
     ],
 )
-def test_unsupported(of: Problem, spec: commit.Spec, reason: str) -> None:
-    found = commit.unsupported(of, spec, H200)
+def test_unsupported(of: Problem, options: commit.Options, reason: str) -> None:
+    found = commit.unsupported(of, options, H200)
     assert found is not None
     assert reason in found
     with pytest.raises(ValueError, match=re.escape(reason)):
-        commit.compile(of, spec, H200)
+        commit.compile(of, options, H200)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("kind", ["commit", "flush"])
 def test_supported(dtype: str, kind: str) -> None:
     for tokens in range(1, MAX_TOKENS + 1):
-        assert commit.unsupported(problem(dtype, kind, tokens=tokens), commit.Spec(), H200) is None
+        assert (
+            commit.unsupported(problem(dtype, kind, tokens=tokens), commit.Options(), H200) is None
+        )
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
@@ -125,7 +127,9 @@ def test_supported(dtype: str, kind: str) -> None:
 @pytest.mark.parametrize("align", [False, True])
 @pytest.mark.parametrize("store", ["direct", "bulk"])
 def test_three_ctas_per_sm_and_no_spills(arch: str, dtype: str, align: bool, store: str) -> None:
-    compiled = commit.compile(problem(dtype), commit.Spec(store=store, align=align), Gpu(arch, 132))  # type: ignore[arg-type]
+    compiled = commit.compile(
+        problem(dtype), commit.Options(store=store, align=align), Gpu(arch, 132)
+    )  # type: ignore[arg-type]
     found = compiled.resources
     assert found.threads == commit_fold.THREADS
     assert found.stack_bytes == 0
@@ -143,33 +147,33 @@ def test_three_ctas_per_sm_and_no_spills(arch: str, dtype: str, align: bool, sto
 def test_most_ctas_per_sm_and_no_spills(
     arch: str, dtype: str, align: bool, form: tuple[str, int, int]
 ) -> None:
-    spec = rows_spec(form, align=align)
-    compiled = commit.compile(problem(dtype), spec, Gpu(arch, 132))
+    options = rows_spec(form, align=align)
+    compiled = commit.compile(problem(dtype), options, Gpu(arch, 132))
     found = compiled.resources
     assert found.threads == commit_fold.THREADS
     assert found.stack_bytes == 0
-    assert found.ctas_per_sm >= commit.most_ctas(dtype, spec)  # type: ignore[arg-type]
+    assert found.ctas_per_sm >= commit.most_ctas(dtype, options)  # type: ignore[arg-type]
     assert commit.KERNELS[0] in compiled.binary.symbol
     assert len(compiled.binary.parameters) == 15
 
 
 def test_sizes_and_launch_options_share_one_binary() -> None:
-    first = commit.compile(problem(), commit.Spec(), H200)
+    first = commit.compile(problem(), commit.Options(), H200)
     second = commit.compile(
         problem(requests=1, heads=96, tokens=3, layers=69),
-        commit.Spec(heads_per_cta=8, pdl=True),
+        commit.Options(heads_per_cta=8, pdl=True),
         H200,
     )
     assert first.binary == second.binary  # the time it took to compile is part of it
-    assert second.spec.heads_per_cta == 8
+    assert second.options.heads_per_cta == 8
 
 
-def disassembly(spec: commit.Spec, folder: Path) -> str:
-    return sass_of(commit.compile(problem(), spec, H200).binary.image, folder)
+def disassembly(options: commit.Options, folder: Path) -> str:
+    return sass_of(commit.compile(problem(), options, H200).binary.image, folder)
 
 
 def test_every_access_to_a_page_is_16_bytes_wide(tmp_path: Path) -> None:
-    sass = disassembly(commit.Spec(), tmp_path)
+    sass = disassembly(commit.Options(), tmp_path)
     stores = re.findall(r"\bSTG\.\S+", sass)
     assert stores == ["STG.E.128"] * 4
     assert len(re.findall(r"\bLDS\.128\b", sass)) >= 4 + 8 + 18  # rows, corrections, folded keys
@@ -200,7 +204,7 @@ def test_launch_passes_addresses_and_sizes(monkeypatch: pytest.MonkeyPatch) -> N
     of = problem()
     recorder = Recorder()
     monkeypatch.setattr(cubin, "launcher", lambda _: recorder)
-    compiled = commit.compile(of, commit.Spec(heads_per_cta=4, pdl=True), H200)
+    compiled = commit.compile(of, commit.Options(heads_per_cta=4, pdl=True), H200)
     operands = make_commit(of, seed=1, device="cpu")
     commit.launch(compiled, operands, 7)
     assert recorder.grid == (3, 4, 2)
@@ -215,7 +219,7 @@ def test_launch_passes_addresses_and_sizes(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_launch_refuses_operands_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cubin, "launcher", lambda _: Recorder())
-    compiled = commit.compile(problem(), commit.Spec(), H200)
+    compiled = commit.compile(problem(), commit.Options(), H200)
     with pytest.raises(ValueError, match="compiled for bf16"):
         commit.launch(compiled, make_commit(problem("fp32"), seed=1, device="cpu"), 0)
     with pytest.raises(ValueError, match="align=False"):

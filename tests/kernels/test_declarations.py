@@ -18,7 +18,7 @@ RULE = "wide_items"
 TRIED = {"ctas": (None, 1, 2)}
 GIVEN = ("window",)
 
-class Spec:
+class Options:
     """Choices."""
 
     form: Literal["plain", "chunked"] = "plain"
@@ -68,10 +68,10 @@ def test_a_declaration_is_read_from_text(tmp_path: Path) -> None:
         ('TRIED = {"ctas"', 'TRIED = {"cats"', "TRIED: 'cats' is not one of form, ctas"),
         ('GIVEN = ("window",)', 'GIVEN = ("widow",)', "GIVEN: 'widow'"),
         ("(None, 1, 2)", "(None, *range(3))", "TRIED: .*: must be a literal"),
-        ("class Spec", "class Options", "Spec: missing"),
-        ("pdl: bool = False", "pdl: bool", "Spec: pdl: bool: needs a default"),
+        ("class Options", "class Options", "Options: missing"),
+        ("pdl: bool = False", "pdl: bool", "Options: pdl: bool: needs a default"),
         ("pdl: bool = False", "pdl: bool = bool()", "must be a literal"),
-        ("int | None = None", "float = 1.0", "Spec: ctas: float = 1.0: its type must be int"),
+        ("int | None = None", "float = 1.0", "Options: ctas: float = 1.0: its type must be int"),
     ],
 )
 def test_what_is_no_declaration(tmp_path: Path, old: str, new: str, message: str) -> None:
@@ -98,12 +98,12 @@ def test_every_option_has_values_to_try_or_is_given(name: str) -> None:
 @pytest.mark.parametrize("name", variants.NAMES)
 def test_a_variant_takes_the_kinds_that_it_declares_and_no_other(name: str) -> None:
     gpu, declared = Gpu("sm_90a", 132), variants.declared(name)
-    module, spec = variants.load(name), variants.make_spec(name, {})
+    module, options = variants.load(name), variants.make_options(name, {})
     for kind in KINDS:
         if kind not in declared.kinds:
             tokens = 1 if kind == "decode" else 2
             problem = Problem(kind, 1, 12, tokens, pending="mix" if kind == "replay" else None)
-            assert f"kind={kind}" in str(module.unsupported(problem, spec, gpu)).replace(
+            assert f"kind={kind}" in str(module.unsupported(problem, options, gpu)).replace(
                 "kind replay", "kind=replay"
             )
 
@@ -112,11 +112,13 @@ def test_a_variant_takes_the_kinds_that_it_declares_and_no_other(name: str) -> N
 @pytest.mark.parametrize("name", variants.NAMES)
 def test_every_declared_kind_is_verified(name: str, arch: str) -> None:
     gpu, module = Gpu(arch, 132), variants.load(name)
-    specs = {c.choices: variants.make_spec(name, dict(c.choices)) for c in cases.verify_cases(name)}
+    specs = {
+        c.options: variants.make_options(name, dict(c.options)) for c in cases.verify_cases(name)
+    }
     supported = [
         c
         for c in cases.verify_cases(name)
-        if module.unsupported(c.problem, specs[c.choices], gpu) is None
+        if module.unsupported(c.problem, specs[c.options], gpu) is None
     ]
     assert cases.unverified_kinds(name, supported) == ()
 

@@ -28,7 +28,7 @@ H200 = Gpu("sm_90a", 132)
 SHAPES = ((1, 256), (2, 256), (2, 128), (4, 256), (4, 128), (8, 256), (8, 128))
 """split, threads"""
 LINE_CHOICES: dict[str, Any] = {"source": "shared", "fold": "late", "state_first": False}
-LINES = fused.Spec(**LINE_CHOICES)
+LINES = fused.Options(**LINE_CHOICES)
 
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -40,8 +40,8 @@ def problem(tokens: int = 8, **more: Any) -> Problem:
     )
 
 
-def plan(of: Problem, spec: fused.Spec) -> fused_cluster.Plan:
-    p = fused.plan(of, spec)
+def plan(of: Problem, options: fused.Options) -> fused_cluster.Plan:
+    p = fused.plan(of, options)
     assert isinstance(p, fused_cluster.Plan)
     return p
 
@@ -87,11 +87,11 @@ def plan(of: Problem, spec: fused.Spec) -> fused_cluster.Plan:
     ],
 )
 def test_unsupported(of: Problem, choices: dict[str, Any], reason: str) -> None:
-    found = fused.unsupported(of, fused.Spec(**choices), H200)
+    found = fused.unsupported(of, fused.Options(**choices), H200)
     assert found is not None
     assert reason in found
     with pytest.raises(ValueError, match=re.escape(reason)):
-        fused.compile(of, fused.Spec(**choices), H200)
+        fused.compile(of, fused.Options(**choices), H200)
 
 
 @pytest.mark.parametrize("tokens", range(2, 9))
@@ -99,9 +99,9 @@ def test_unsupported(of: Problem, choices: dict[str, Any], reason: str) -> None:
 @pytest.mark.parametrize("layout", ["dim-first", "window-major"])
 @pytest.mark.parametrize("streamable", [True, False])
 def test_supported(tokens: int, shape: tuple[int, int], layout: Any, streamable: bool) -> None:
-    of, spec = problem(tokens, conv_layout=layout), fused.Spec(*shape, streamable=streamable)
-    assert fused.unsupported(of, spec, H200) is None
-    p = plan(of, spec)
+    of, options = problem(tokens, conv_layout=layout), fused.Options(*shape, streamable=streamable)
+    assert fused.unsupported(of, options, H200) is None
+    p = plan(of, options)
     assert p.row_tiles * p.column_parts == p.warps
     assert p.cells * p.column_parts == p.row_cells
     assert p.gate_warp + p.row_tiles <= p.warps
@@ -115,7 +115,7 @@ def test_supported(tokens: int, shape: tuple[int, int], layout: Any, streamable:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_threads_cover_a_state_once(shape: tuple[int, int]) -> None:
     """And a thread's columns are those of its fragments."""
-    p = plan(problem(), fused.Spec(*shape))
+    p = plan(problem(), fused.Options(*shape))
     seen: Counter[int] = Counter()
     for rank in range(p.split):
         for tid in range(p.threads):
@@ -161,7 +161,7 @@ def test_fold_fragments_have_no_bank_conflicts(slots: int) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_channels_that_are_sent_are_those_that_others_lack(shape: tuple[int, int]) -> None:
-    p = plan(problem(3), fused.Spec(*shape))
+    p = plan(problem(3), fused.Options(*shape))
     for rank in range(p.split):
         got: Counter[tuple[int, str, int, int]] = Counter()
         for sender in set(range(p.split)) - {rank}:
@@ -193,7 +193,7 @@ def emulated() -> ModuleType:
     return simt_cluster.load("fused")["fused"]
 
 
-def draw(of: Problem, spec: Any, seed: int, **choices: Any) -> tuple[Problem, StepOperands]:
+def draw(of: Problem, options: Any, seed: int, **choices: Any) -> tuple[Problem, StepOperands]:
     """All counts of pending tokens named by `pending`, a live request without a record if asked
     for, and a null one."""
     counts, unrecorded = choices.pop("pending"), choices.pop("unrecorded", False)
@@ -201,7 +201,7 @@ def draw(of: Problem, spec: Any, seed: int, **choices: Any) -> tuple[Problem, St
     operands = make_step(
         of, seed=seed, device="cpu", pad=16, null_requests=(of.requests - 1,), **choices
     )
-    if spec.conv_weight_dtype == "bf16":
+    if options.conv_weight_dtype == "bf16":
         operands = simt.with_bf16_weights(operands)
     assert operands.record_rows is not None
     assert operands.pending is not None
@@ -219,21 +219,21 @@ def draw(of: Problem, spec: Any, seed: int, **choices: Any) -> tuple[Problem, St
     return of, operands
 
 
-def emulate(m: ModuleType, of: Problem, spec: Any, seed: int, **choices: Any) -> str | None:
-    of, operands = draw(of, spec, seed, **choices)
-    return simt.compare_step(m, of, spec, operands, seed)
+def emulate(m: ModuleType, of: Problem, options: Any, seed: int, **choices: Any) -> str | None:
+    of, operands = draw(of, options, seed, **choices)
+    return simt.compare_step(m, of, options, operands, seed)
 
 
-CASES: dict[str, tuple[Problem, fused.Spec, dict[str, Any]]] = {
-    "8": (problem(), fused.Spec(), {"pending": (5,), "unrecorded": True}),
+CASES: dict[str, tuple[Problem, fused.Options, dict[str, Any]]] = {
+    "8": (problem(), fused.Options(), {"pending": (5,), "unrecorded": True}),
     "2, late, all counts": (
         problem(2),
-        fused.Spec(fold="late", gate_mode=1),
+        fused.Options(fold="late", gate_mode=1),
         {"pending": (0, 1, 2, 7, -2)},
     ),
     "4, after the projection": (
         problem(4),
-        fused.Spec(state_first=False),
+        fused.Options(state_first=False),
         {"pending": (4,), "inputs": "generic"},
     ),
     "4, lines": (problem(4), LINES, {"pending": (3, 0)}),
@@ -262,19 +262,19 @@ CASES: dict[str, tuple[Problem, fused.Spec, dict[str, Any]]] = {
     ),
     "5, any layout": (
         problem(5, conv_layout="window-major"),
-        fused.Spec(streamable=False, conv_weight_dtype="bf16"),
+        fused.Options(streamable=False, conv_weight_dtype="bf16"),
         {"pending": (3,), "conv_bias": False},
     ),
-    "3 on 4 CTAs": (problem(3), fused.Spec(4, 128), {"pending": (2,), "unrecorded": True}),
+    "3 on 4 CTAs": (problem(3), fused.Options(4, 128), {"pending": (2,), "unrecorded": True}),
     "6 on 2 CTAs, pending tokens only": (
         problem(6),
-        fused.Spec(2, 128, records="pending"),
+        fused.Options(2, 128, records="pending"),
         {"pending": (4,)},
     ),
-    "7 on 2 CTAs, late": (problem(7), fused.Spec(2, fold="late"), {"pending": (7,)}),
+    "7 on 2 CTAs, late": (problem(7), fused.Options(2, fold="late"), {"pending": (7,)}),
     "8 on 8 CTAs, window-major": (
         problem(conv_layout="window-major"),
-        fused.Spec(8, 128),
+        fused.Options(8, 128),
         {"pending": (8,)},
     ),
 }
@@ -282,8 +282,8 @@ CASES: dict[str, tuple[Problem, fused.Spec, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_emulation_agrees_with_the_reference(emulated: ModuleType, case: str) -> None:
-    of, spec, choices = CASES[case]
-    assert emulate(emulated, of, spec, seed=len(case), **choices) is None
+    of, options, choices = CASES[case]
+    assert emulate(emulated, of, options, seed=len(case), **choices) is None
 
 
 def test_emulation_notices_a_missing_barrier(
@@ -299,8 +299,8 @@ def test_emulation_notices_a_missing_barrier(
             real()
 
     monkeypatch.setattr(emulated.fused_cluster.arch, "sync_threads", all_but_one)
-    of, spec, choices = CASES["4, after the projection"]
-    assert emulate(emulated, of, spec, seed=1, **choices) is not None
+    of, options, choices = CASES["4, after the projection"]
+    assert emulate(emulated, of, options, seed=1, **choices) is not None
 
 
 def test_no_record_is_overwritten_before_all_have_read_it(
@@ -317,8 +317,8 @@ def test_no_record_is_overwritten_before_all_have_read_it(
         real(self, pending)
 
     monkeypatch.setattr(simt.Thread, "wait_groups", late)
-    of, spec, choices = CASES["3 on 4 CTAs"]
-    assert emulate(emulated, of, spec, seed=1, **choices) is None
+    of, options, choices = CASES["3 on 4 CTAs"]
+    assert emulate(emulated, of, options, seed=1, **choices) is None
 
 
 def test_nothing_is_overwritten_by_what_comes_early(
@@ -326,8 +326,8 @@ def test_nothing_is_overwritten_by_what_comes_early(
 ) -> None:
     """What CTAs send to each other comes at once."""
     monkeypatch.setattr(simt_cluster.Barrier, "early", True)
-    of, spec, choices = CASES["3 on 4 CTAs"]
-    assert emulate(emulated, of, spec, seed=2, **choices) is None
+    of, options, choices = CASES["3 on 4 CTAs"]
+    assert emulate(emulated, of, options, seed=2, **choices) is None
 
 
 def assert_resources(compiled: Compiled) -> None:
@@ -343,24 +343,24 @@ def assert_resources(compiled: Compiled) -> None:
 @pytest.mark.parametrize("tokens", range(2, 9))
 @pytest.mark.parametrize("gate_mode", [0, 1])
 def test_one_cta_per_item_compiles(tokens: int, gate_mode: int) -> None:
-    assert_resources(fused.compile(problem(tokens), fused.Spec(gate_mode=gate_mode), H200))
+    assert_resources(fused.compile(problem(tokens), fused.Options(gate_mode=gate_mode), H200))
 
 
 @pytest.mark.parametrize("tokens", [2, 4, 8])
 @pytest.mark.parametrize("shape", SHAPES[1:])
 def test_clusters_compile(tokens: int, shape: tuple[int, int]) -> None:
-    assert_resources(fused.compile(problem(tokens), fused.Spec(*shape), H200))
+    assert_resources(fused.compile(problem(tokens), fused.Options(*shape), H200))
 
 
 @pytest.mark.parametrize("tokens", range(2, 9))
 @pytest.mark.parametrize(("threads", "ctas"), [(256, 0), (256, 3), (288, 0), (288, 3), (320, 0)])
 def test_lines_compile(tokens: int, threads: int, ctas: int) -> None:
-    spec = replace(LINES, threads=threads, ctas_per_sm=ctas)
+    options = replace(LINES, threads=threads, ctas_per_sm=ctas)
     of = problem(tokens)
     if tokens > 4 and (threads, ctas) == (288, 3):
-        assert fused.unsupported(of, spec, H200) is not None
+        assert fused.unsupported(of, options, H200) is not None
     else:
-        compiled = fused.compile(of, spec, H200)
+        compiled = fused.compile(of, options, H200)
         assert_resources(compiled)
         assert compiled.plan.ctas_per_sm == (ctas or 2)
 
@@ -369,13 +369,15 @@ def test_lines_compile(tokens: int, threads: int, ctas: int) -> None:
     ("arch", "tokens"), [("sm_90a", 5), ("sm_90a", 7), ("sm_100a", 2), ("sm_100a", 7)]
 )
 def test_three_lines_ctas_per_sm_with_more_chains(arch: str, tokens: int) -> None:
-    spec = replace(LINES, ctas_per_sm=3, gate_mode=1)
-    assert_resources(fused.compile(problem(tokens), spec, Gpu(arch, 132)))
+    options = replace(LINES, ctas_per_sm=3, gate_mode=1)
+    assert_resources(fused.compile(problem(tokens), options, Gpu(arch, 132)))
 
 
 @pytest.mark.parametrize("tokens", [2, 4])
 def test_a_state_in_registers_with_more_chains(tokens: int) -> None:
-    assert_resources(fused.compile(problem(tokens), fused.Spec(gate_mode=1), Gpu("sm_100a", 148)))
+    assert_resources(
+        fused.compile(problem(tokens), fused.Options(gate_mode=1), Gpu("sm_100a", 148))
+    )
 
 
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
@@ -383,41 +385,41 @@ def test_a_state_in_registers_with_more_chains(tokens: int) -> None:
     ("tokens", "shape"), [(8, (1, 256)), (4, (1, 256)), (8, (4, 128)), (8, (2, 128))]
 )
 def test_compiles_for_blackwell(arch: str, tokens: int, shape: tuple[int, int]) -> None:
-    assert_resources(fused.compile(problem(tokens), fused.Spec(*shape), Gpu(arch, 148)))
+    assert_resources(fused.compile(problem(tokens), fused.Options(*shape), Gpu(arch, 148)))
 
 
 @pytest.mark.parametrize(
-    "spec",
+    "options",
     [
-        fused.Spec(fold="late"),
-        fused.Spec(state_first=False, records="pending"),
-        fused.Spec(bypass_l1=True, stream_stores=True, window=16),
-        fused.Spec(conv_weight_dtype="bf16"),
-        fused.Spec(streamable=False),
-        fused.Spec(4, 128, fold="late", records="pending"),
+        fused.Options(fold="late"),
+        fused.Options(state_first=False, records="pending"),
+        fused.Options(bypass_l1=True, stream_stores=True, window=16),
+        fused.Options(conv_weight_dtype="bf16"),
+        fused.Options(streamable=False),
+        fused.Options(4, 128, fold="late", records="pending"),
         replace(LINES, stream_stores=True, gate_mode=1),
     ],
 )
 @pytest.mark.parametrize("layout", ["dim-first", "window-major"])
-def test_choices_compile(spec: fused.Spec, layout: Any) -> None:
-    tokens = 4 if spec.source == "shared" else 8
-    assert_resources(fused.compile(problem(tokens, conv_layout=layout), spec, H200))
+def test_choices_compile(options: fused.Options, layout: Any) -> None:
+    tokens = 4 if options.source == "shared" else 8
+    assert_resources(fused.compile(problem(tokens, conv_layout=layout), options, H200))
 
 
 def test_sizes_and_launch_options_share_one_binary() -> None:
-    first = fused.compile(problem(), fused.Spec(), H200)
-    second = fused.compile(problem(requests=1, heads=96, pending=3), fused.Spec(pdl=True), H200)
+    first = fused.compile(problem(), fused.Options(), H200)
+    second = fused.compile(problem(requests=1, heads=96, pending=3), fused.Options(pdl=True), H200)
     assert first.binary == second.binary  # the time it took to compile is part of it
     assert (first.pdl, second.pdl) == (False, True)
 
 
-def disassembled(spec: fused.Spec, tokens: int, folder: Path) -> str:
-    return sass_of(fused.compile(problem(tokens), spec, H200).binary.image, folder)
+def disassembled(options: fused.Options, tokens: int, folder: Path) -> str:
+    return sass_of(fused.compile(problem(tokens), options, H200).binary.image, folder)
 
 
 @pytest.mark.parametrize(("tokens", "fold_mmas"), [(4, 16), (8, 32)])
 def test_the_state_stays_in_registers(tokens: int, fold_mmas: int, tmp_path: Path) -> None:
-    sass = disassembled(fused.Spec(), tokens, tmp_path)
+    sass = disassembled(fused.Options(), tokens, tmp_path)
     assert not re.findall(r"\b(?:STL|LDL)\b", sass)
     # Gate, A and B, state, T and C.
     tiles = tokens // 4
@@ -433,13 +435,13 @@ def test_the_state_stays_in_registers(tokens: int, fold_mmas: int, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "spec", [LINES, replace(LINES, ctas_per_sm=3), fused.Spec(), fused.Spec(4, 128)]
+    "options", [LINES, replace(LINES, ctas_per_sm=3), fused.Options(), fused.Options(4, 128)]
 )
 @pytest.mark.parametrize("tokens", [4, 8])
 def test_no_load_waits_for_the_count_of_pending_tokens(
-    spec: fused.Spec, tokens: int, tmp_path: Path
+    options: fused.Options, tokens: int, tmp_path: Path
 ) -> None:
-    before = disassembled(spec, tokens, tmp_path).split("BAR.SYNC")[0]
+    before = disassembled(options, tokens, tmp_path).split("BAR.SYNC")[0]
     count = list(re.finditer(r"\bLDG\.E (R\d+),", before))[-1]  # of words the last one
     last = max(m.end() for m in re.finditer(r"\b(?:LDG\.E\.(?:64|128)|LDGSTS)\S*", before))
     assert not re.search(rf"\b{count[1]}\b", before[count.end() : last])
@@ -449,7 +451,7 @@ def test_launch_passes_addresses_and_sizes(monkeypatch: pytest.MonkeyPatch) -> N
     recorder = Recorder()
     monkeypatch.setattr(cubin, "launcher", lambda _: recorder)
     of = problem()
-    compiled = fused.compile(of, fused.Spec(4, 128, pdl=True), H200)
+    compiled = fused.compile(of, fused.Options(4, 128, pdl=True), H200)
     operands = make_step(of, seed=1, device="cpu", pad=16)
     fused.launch(compiled, operands, 7)
     assert recorder.grid == (24, 4, 1)
@@ -463,7 +465,7 @@ def test_launch_passes_addresses_and_sizes(monkeypatch: pytest.MonkeyPatch) -> N
 def test_launch_refuses_operands_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cubin, "launcher", lambda _: Recorder())
     of = problem()
-    compiled = fused.compile(of, fused.Spec(), H200)
+    compiled = fused.compile(of, fused.Options(), H200)
     operands = make_step(of, seed=1, device="cpu")
     fused.launch(compiled, operands, 0)
     with pytest.raises(ValueError, match="lower_bound is None"):

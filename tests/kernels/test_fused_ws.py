@@ -58,11 +58,11 @@ def problem(tokens: int = 8, **more: Any) -> Problem:
     ],
 )
 def test_unsupported(of: Problem, choices: dict[str, Any], reason: str) -> None:
-    found = fused_ws.unsupported(of, fused_ws.Spec(**choices), H200)
+    found = fused_ws.unsupported(of, fused_ws.Options(**choices), H200)
     assert found is not None
     assert reason in found
     with pytest.raises(ValueError, match=re.escape(reason)):
-        fused_ws.compile(of, fused_ws.Spec(**choices), H200)
+        fused_ws.compile(of, fused_ws.Options(**choices), H200)
 
 
 def test_is_a_variant() -> None:
@@ -73,9 +73,9 @@ def test_is_a_variant() -> None:
 @pytest.mark.parametrize("layout", ["dim-first", "window-major"])
 @pytest.mark.parametrize("window", [None, 16])
 def test_two_ctas_fit_an_sm(tokens: int, layout: Any, window: int | None) -> None:
-    of, spec = problem(tokens, conv_layout=layout), fused_ws.Spec(window=window)
-    assert fused_ws.unsupported(of, spec, H200) is None
-    p = fused_ws.plan(of, spec)
+    of, options = problem(tokens, conv_layout=layout), fused_ws.Options(window=window)
+    assert fused_ws.unsupported(of, options, H200) is None
+    p = fused_ws.plan(of, options)
     assert 2 * (p.smem_bytes + 1024) <= 233_472
     assert all(size % 128 == 0 for size in smem.sizes(p.areas).values())
     assert p.staged >= (
@@ -145,7 +145,7 @@ def draw(of: Problem, choices: dict[str, Any], seed: int, **more: Any) -> StepOp
 def emulate(
     m: ModuleType, of: Problem, choices: dict[str, Any], more: dict[str, Any], seed: int
 ) -> str | None:
-    return simt.compare_step(m, of, m.Spec(**choices), draw(of, choices, seed, **more), seed)
+    return simt.compare_step(m, of, m.Options(**choices), draw(of, choices, seed, **more), seed)
 
 
 # Two CTAs share the items: of three heads each changes heads on its way.
@@ -222,7 +222,7 @@ GRID = [
 @pytest.mark.parametrize(("tokens", "layout", "arch"), GRID)
 def test_two_ctas_per_sm_and_no_spills(tokens: int, layout: Any, arch: str) -> None:
     check_resources(
-        fused_ws.compile(problem(tokens, conv_layout=layout), fused_ws.Spec(), GPUS[arch])
+        fused_ws.compile(problem(tokens, conv_layout=layout), fused_ws.Options(), GPUS[arch])
     )
 
 
@@ -239,7 +239,7 @@ def test_two_ctas_per_sm_and_no_spills(tokens: int, layout: Any, arch: str) -> N
     ids=str,
 )
 def test_choices_compile(tokens: int, choices: dict[str, Any]) -> None:
-    check_resources(fused_ws.compile(problem(tokens), fused_ws.Spec(**choices), H200))
+    check_resources(fused_ws.compile(problem(tokens), fused_ws.Options(**choices), H200))
 
 
 def check_resources(compiled: fused_ws.Compiled) -> None:
@@ -254,10 +254,10 @@ def check_resources(compiled: fused_ws.Compiled) -> None:
 
 
 def test_launch_options_and_sizes_share_a_binary() -> None:
-    first = fused_ws.compile(problem(4), fused_ws.Spec(), H200)
+    first = fused_ws.compile(problem(4), fused_ws.Options(), H200)
     more = {"requests": 300, "heads": 96, "pending": 3}
     second = fused_ws.compile(
-        problem(4, **more), fused_ws.Spec(pdl=True, most_items=3), Gpu("sm_90a", 114)
+        problem(4, **more), fused_ws.Options(pdl=True, most_items=3), Gpu("sm_90a", 114)
     )
     assert second.binary == first.binary  # the time it took to compile is part of it
     assert ((first.sms, first.pdl), (second.sms, second.pdl)) == ((132, False), (114, True))
@@ -267,7 +267,9 @@ def test_launch_options_and_sizes_share_a_binary() -> None:
 def test_gate_weights_stay_and_states_stream(tokens: int, tmp_path: Path) -> None:
     """Gate weights are loaded at the start and behind a change of heads, not per item; states by
     cp.async alone."""
-    text = sass_of(fused_ws.compile(problem(tokens), fused_ws.Spec(), H200).binary.image, tmp_path)
+    text = sass_of(
+        fused_ws.compile(problem(tokens), fused_ws.Options(), H200).binary.image, tmp_path
+    )
     assert not re.findall(r"\b(?:STL|LDL)\b", text)
     assert len(re.findall(r"\bLDG\.E\.128\b", text)) == 2 * 8
     assert not re.findall(r"\bLDG\.E\.64\b", text)
@@ -285,7 +287,7 @@ def test_launch_passes_addresses_and_sizes(monkeypatch: pytest.MonkeyPatch) -> N
     recorder = Recorder()
     monkeypatch.setattr(cubin, "launcher", lambda _: recorder)
     of = problem(4, requests=5, heads=3)
-    compiled = fused_ws.compile(of, fused_ws.Spec(pdl=True), Gpu("sm_90a", 2))
+    compiled = fused_ws.compile(of, fused_ws.Options(pdl=True), Gpu("sm_90a", 2))
     o = make_step(of, seed=1, device="cpu", pad=64)
     fused_ws.launch(compiled, o, 7)
     assert recorder.grid == (4, 1, 1)  # 15 items, eight for each SM
@@ -294,7 +296,7 @@ def test_launch_passes_addresses_and_sizes(monkeypatch: pytest.MonkeyPatch) -> N
     assert o.pending is not None
     assert (passed.state, passed.pending) == (o.state.data_ptr(), o.pending.data_ptr())
     assert (passed.heads, passed.requests, passed.per) == (3, 5, 8)
-    limited = fused_ws.compile(of, fused_ws.Spec(most_items=2), Gpu("sm_90a", 2))
+    limited = fused_ws.compile(of, fused_ws.Options(most_items=2), Gpu("sm_90a", 2))
     fused_ws.launch(limited, o, 7)
     assert recorder.grid == (8, 1, 1)
 
@@ -319,7 +321,7 @@ def test_launch_refuses_operands_that_do_not_fit(
 ) -> None:
     monkeypatch.setattr(cubin, "launcher", lambda _: Recorder())
     of = problem()
-    compiled = fused_ws.Compiled(None, fused_ws.plan(of, fused_ws.Spec()), pdl=False, sms=132)  # type: ignore[arg-type]
+    compiled = fused_ws.Compiled(None, fused_ws.plan(of, fused_ws.Options()), pdl=False, sms=132)  # type: ignore[arg-type]
     operands = make_step(of, seed=1, device="cpu")
     fused_ws.launch(compiled, operands, 0)
     with pytest.raises(ValueError, match=reason):

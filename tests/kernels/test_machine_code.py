@@ -44,7 +44,7 @@ from kda_kernels.problem import Problem
 found = {{name: variants.digest(name) for name in variants.NAMES}}
 for variant, kind, tokens, options in {COMPILED!r}:
     module = variants.load(variant)
-    compiled = module.compile(Problem(kind, 1, 12, tokens), module.Spec(**options), Gpu("sm_90a", 132))
+    compiled = module.compile(Problem(kind, 1, 12, tokens), module.Options(**options), Gpu("sm_90a", 132))
     found[f"{{variant}} {{kind}}"] = compiled.binary.digest
 print(json.dumps(found))
 """
@@ -182,7 +182,7 @@ def test_an_image_that_is_none() -> None:
 
 def launch(variant: str, problem: Problem, gpu: Gpu = H200, **options: Any) -> str:
     identity.launch.cache_clear()
-    return identity.launch(variant, problem, variants.make_spec(variant, options), gpu)
+    return identity.launch(variant, problem, variants.make_options(variant, options), gpu)
 
 
 STEP = Problem("record", 7, 12, 4)
@@ -232,14 +232,14 @@ def test_outside_a_recording_nothing_is_recorded() -> None:
     with cubin.recorded() as launches:
         operands = identity.standard(STEP)
         module = variants.load("KdaWide")
-        module.launch(module.compile(STEP, module.Spec(form="chunked"), H200), operands, 0)
+        module.launch(module.compile(STEP, module.Options(form="chunked"), H200), operands, 0)
     assert [found.grid for found in launches] == [(12, 7, 1)]
     assert cubin._recording.get() is None
 
 
 def test_triton_is_named_by_its_sources() -> None:
     binary, _, launched = identity.code(
-        "stock", None, STEP, variants.make_spec("stock", {}), H200
+        "stock", None, STEP, variants.make_options("stock", {}), H200
     ).partition("-")
     assert binary == launched
     assert (

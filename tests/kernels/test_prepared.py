@@ -257,12 +257,12 @@ def test_every_variant_is_asked_with_the_bound_of_the_layer(
     real, asked = variants.load, []
 
     def stand_in(name: str) -> Any:
-        def unsupported(problem: Problem, spec: Any, gpu: Gpu) -> str | None:
+        def unsupported(problem: Problem, options: Any, gpu: Gpu) -> str | None:
             asked.append((name, problem.lower_bound))
             return None if name == "stock" else "not today"
 
         return SimpleNamespace(
-            Spec=real(name).Spec, unsupported=unsupported, compile=real(name).compile
+            Options=real(name).Options, unsupported=unsupported, compile=real(name).compile
         )
 
     monkeypatch.setattr(variants, "load", stand_in)
@@ -419,7 +419,7 @@ class Recorder(SimpleNamespace):
     def __init__(self, module: Any) -> None:
         self.launches: list[tuple[Any, Any, Any]] = []
         super().__init__(
-            Spec=module.Spec,
+            Options=module.Options,
             unsupported=module.unsupported,
             compile=module.compile,
             launch=lambda *arguments: self.launches.append(arguments),
@@ -648,7 +648,7 @@ def test_the_form_of_a_commit_goes_by_pages(
         assert launches == []
         return
     ((compiled, operands, stream),) = launches
-    assert (compiled.spec.source, compiled.spec.align, stream) == (source, False, 5)
+    assert (compiled.options.source, compiled.options.align, stream) == (source, False, 5)
     assert [operands.source, operands.length, operands.destination, operands.record_rows] == plan
     assert torch.equal(operands.state_table, o.state_table)
     assert torch.equal(operands.key_gates_table, o.key_gates_table)
@@ -682,6 +682,6 @@ def test_commits_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_stock_serves_commits_only_where_the_kernel_cannot() -> None:
     _, weights, kept = committed()
     assert all(module is commit for _, module, _ in CommitContext(weights, kept, H200)._forms)
-    assert stock.Spec() == prepared._spec("stock", {"pdl": False}, {"window": 3})
+    assert stock.Options() == prepared._options_of("stock", {"pdl": False}, {"window": 3})
     with pytest.raises(ValueError, match="stock has no option 'pdl'"):
-        prepared._spec("stock", {"pdl": True}, {})
+        prepared._options_of("stock", {"pdl": True}, {})

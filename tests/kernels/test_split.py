@@ -34,8 +34,8 @@ def problem(kind: str, tokens: int = 1, **sizes: Any) -> Problem:
     return Problem(kind, **{"requests": 4, "heads": 6, "tokens": tokens, **sizes})  # type: ignore[arg-type]
 
 
-def spec(shape: tuple[int, int, int] = (1, 256, 16), **choices: Any) -> split.Spec:
-    return split.Spec(split=shape[0], threads=shape[1], lanes_per_row=shape[2], **choices)
+def options(shape: tuple[int, int, int] = (1, 256, 16), **choices: Any) -> split.Options:
+    return split.Options(split=shape[0], threads=shape[1], lanes_per_row=shape[2], **choices)
 
 
 @pytest.mark.parametrize(
@@ -67,16 +67,16 @@ def spec(shape: tuple[int, int, int] = (1, 256, 16), **choices: Any) -> split.Sp
     ],
 )
 def test_unsupported(of: Problem, choices: dict[str, Any], reason: str) -> None:
-    found = split.unsupported(of, split.Spec(**choices), H200)
+    found = split.unsupported(of, split.Options(**choices), H200)
     assert found is not None
     assert reason in found
     with pytest.raises(ValueError, match=re.escape(reason)):
-        split.compile(of, split.Spec(**choices), H200)
+        split.compile(of, split.Options(**choices), H200)
 
 
 def test_shared_memory_is_checked() -> None:
     small = Gpu("sm_90a", 132, smem_per_block=100_000)
-    found = split.unsupported(problem("record", 8), spec(staging="shared"), small)
+    found = split.unsupported(problem("record", 8), options(staging="shared"), small)
     assert found is not None
     assert "shared memory" in found
 
@@ -84,8 +84,8 @@ def test_shared_memory_is_checked() -> None:
 @pytest.mark.parametrize("shape", [*SHAPES, (1, 256, 8), (4, 256, 16), (8, 256, 16)])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_threads_cover_the_state_once(shape: tuple[int, int, int], dtype: str) -> None:
-    p = split.plan(problem("decode", state_dtype=dtype), spec(shape))
-    assert split.unsupported(problem("decode"), spec(shape), H200) is None
+    p = split.plan(problem("decode", state_dtype=dtype), options(shape))
+    assert split.unsupported(problem("decode"), options(shape), H200) is None
     seen: Counter[int] = Counter()
     owners: Counter[int] = Counter()
     for rank in range(p.split):
@@ -114,7 +114,7 @@ def test_threads_cover_the_state_once(shape: tuple[int, int, int], dtype: str) -
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_lanes_that_hold_a_feature_reach_every_cta(shape: tuple[int, int, int]) -> None:
-    p = split.plan(problem("decode"), spec(shape))
+    p = split.plan(problem("decode"), options(shape))
     count = p.warp_rows // 2
     sent = Counter(
         (warp * p.warp_rows + 2 * (column // (16 // count)) + half, column % (16 // count))
@@ -132,7 +132,7 @@ def test_later_token_groups_stay_out_of_the_window(
     tokens: int, shape: tuple[int, int, int]
 ) -> None:
     """It is rolled in place while they run."""
-    p = split.plan(problem("record", tokens), spec(shape))
+    p = split.plan(problem("record", tokens), options(shape))
     assert p.token_groups == 1 or p.group_tokens >= 3
     assert p.token_groups * p.group_tokens >= tokens
     assert 3 * p.rows // 2 * p.token_groups <= p.threads
@@ -167,7 +167,7 @@ GRID = [
 def test_compiles_for_hopper(
     kind: str, tokens: int, shape: tuple[int, int, int], choices: dict[str, Any]
 ) -> None:
-    compiled = split.compile(problem(kind, tokens), spec(shape, **choices), H200)
+    compiled = split.compile(problem(kind, tokens), options(shape, **choices), H200)
     check_resources(compiled)
     assert len(compiled.binary.parameters) == len(arguments.Arguments._fields)
 
@@ -179,13 +179,13 @@ def test_compiles_for_blackwell(
     kind: str, tokens: int, shape: tuple[int, int, int], arch: str
 ) -> None:
     of, gpu = problem(kind, tokens), Gpu(arch, 148)
-    reason = split.unsupported(of, spec(shape), gpu)
+    reason = split.unsupported(of, options(shape), gpu)
     if kind != "decode" and shape in ((1, 256, 16), (2, 128, 32)):
         assert reason is not None
         assert "windows spill with 64 state values per thread" in reason
     else:
         assert reason is None
-        check_resources(split.compile(of, spec(shape), gpu))
+        check_resources(split.compile(of, options(shape), gpu))
 
 
 @pytest.mark.parametrize(("layout", "dtype"), [("window-major", "fp32"), ("dim-first", "bf16")])
@@ -195,7 +195,7 @@ def test_compiles_for_layouts_and_state_types(
     layout: str, dtype: str, kind: str, tokens: int, shape: tuple[int, int, int]
 ) -> None:
     of = problem(kind, tokens, conv_layout=layout, state_dtype=dtype)
-    check_resources(split.compile(of, spec(shape), H200))
+    check_resources(split.compile(of, options(shape), H200))
 
 
 def check_resources(compiled: step.Compiled) -> None:
@@ -210,17 +210,17 @@ def check_resources(compiled: step.Compiled) -> None:
 
 
 def test_sizes_share_a_binary() -> None:
-    first = split.compile(problem("decode"), spec(SHAPES[5]), H200)
-    second = split.compile(problem("decode", requests=300, heads=96), spec(SHAPES[5]), H200)
+    first = split.compile(problem("decode"), options(SHAPES[5]), H200)
+    second = split.compile(problem("decode", requests=300, heads=96), options(SHAPES[5]), H200)
     assert second.binary.image == first.binary.image
     assert second.binary.compile_s == first.binary.compile_s
 
 
 def test_no_cluster_barrier_asks_how_it_was_launched(tmp_path: Path) -> None:
-    p = split.plan(problem("decode"), spec(SHAPES[4]))
-    options = f"--keep-ptx --dump-dir={tmp_path} --gpu-arch sm_90a"
+    p = split.plan(problem("decode"), options(SHAPES[4]))
+    asked = f"--keep-ptx --dump-dir={tmp_path} --gpu-arch sm_90a"
     ptx = cute.compile(
-        split._HOSTS["recurrence"], arguments.placeholder(), p, options=options
+        split._HOSTS["recurrence"], arguments.placeholder(), p, options=asked
     ).__ptx__
     assert ".reqnctapercluster 4, 1, 1" in ptx
 
@@ -253,7 +253,7 @@ def test_no_cluster_barrier_asks_how_it_was_launched(tmp_path: Path) -> None:
 def test_launch_names_operands_that_do_not_fit(change: Any, named: str) -> None:
     of = problem("record", 5)
     operands: StepOperands = make_step(of, seed=0, device="cpu", pad=16)
-    plan = split.plan(of, spec())
+    plan = split.plan(of, options())
     arguments.check("KdaSplit", plan, operands)
     with pytest.raises(ValueError, match=f"^{named} "):
         arguments.check("KdaSplit", plan, replace(operands, **change(operands)))
@@ -292,14 +292,14 @@ def test_steps_on_the_cpu(
 ) -> None:
     null = (1,) if of.requests > 1 else ()
     operands = make_step(of, seed=of.tokens, device="cpu", pad=16, null_requests=null)
-    assert simt.compare_step(emulated, of, spec(shape, **choices), operands, seed=1) is None
+    assert simt.compare_step(emulated, of, options(shape, **choices), operands, seed=1) is None
 
 
 def emulate_exchange(emulated: Any) -> str | None:
     """A decode by four CTAs."""
     of = Problem("decode", 1, 1, 1)
     return simt.compare_step(
-        emulated, of, spec(SHAPES[4]), make_step(of, seed=1, device="cpu", pad=16), seed=2
+        emulated, of, options(SHAPES[4]), make_step(of, seed=1, device="cpu", pad=16), seed=2
     )
 
 
@@ -327,7 +327,7 @@ def test_emulation_notices_wrong_counts_of_bytes(
 def test_copies_fill_lines_in_order(modules: Any) -> None:
     """Staged state and gate weights: eight lanes copy 128 neighbouring bytes to the same 128."""
     for shape in SHAPES[:1] + SHAPES[3:5]:
-        P = modules["split"].plan(problem("decode"), spec(shape, staging="shared"))
+        P = modules["split"].plan(problem("decode"), options(shape, staging="shared"))
         lanes = [asked_state(modules["split_recurrence"], lane, P) for lane in range(32)]
         for copies in zip(*lanes, strict=True):
             for first in range(0, 32, 8):

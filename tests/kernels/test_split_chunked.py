@@ -32,8 +32,10 @@ CTAS = {(1, 256): 2, (2, 128): 3, (2, 256): 2, (4, 128): 5, (4, 256): 3, (8, 128
 """That an SM must hold of each shape."""
 
 
-def spec(ctas: int = 8, threads: int = 128, gate_mode: int = 0, **choices: Any) -> split.Spec:
-    return split.Spec(split=ctas, threads=threads, gate_mode=gate_mode, form="chunked", **choices)
+def options(ctas: int = 8, threads: int = 128, gate_mode: int = 0, **choices: Any) -> split.Options:
+    return split.Options(
+        split=ctas, threads=threads, gate_mode=gate_mode, form="chunked", **choices
+    )
 
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -67,15 +69,15 @@ def problem(tokens: int = 8, state_dtype: Any = "fp32", **sizes: Any) -> Problem
     ],
 )
 def test_unsupported(of: Problem, choices: dict[str, Any], reason: str) -> None:
-    found = split.unsupported(of, spec(**choices), H200)
+    found = split.unsupported(of, options(**choices), H200)
     assert found is not None
     assert reason in found
     with pytest.raises(ValueError, match=re.escape(reason)):
-        split.compile(of, spec(**choices), H200)
+        split.compile(of, options(**choices), H200)
 
 
 def test_shared_memory_is_checked() -> None:
-    found = split.unsupported(problem(), spec(1, 256), Gpu("sm_90a", 132, smem_per_block=50_000))
+    found = split.unsupported(problem(), options(1, 256), Gpu("sm_90a", 132, smem_per_block=50_000))
     assert found is not None
     assert "shared memory" in found
 
@@ -84,9 +86,9 @@ def test_shared_memory_is_checked() -> None:
 @pytest.mark.parametrize("shape", split_chunked.SHAPES)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_threads_cover_their_parts_once(shape: tuple[int, int], tokens: int, dtype: str) -> None:
-    p = split.plan(problem(tokens, dtype), spec(*shape))
+    p = split.plan(problem(tokens, dtype), options(*shape))
     assert isinstance(p, split_chunked.Plan)
-    assert split.unsupported(problem(tokens, dtype), spec(*shape), H200) is None
+    assert split.unsupported(problem(tokens, dtype), options(*shape), H200) is None
     # A warp multiplies whole cells, and every warp takes part in both products.
     assert p.row_tiles * p.column_parts == p.warps
     assert p.steps * p.column_parts == p.pair_steps * p.warps == 8
@@ -124,47 +126,47 @@ def emulated(modules: dict[str, ModuleType]) -> ModuleType:
     return modules["split"]
 
 
-CASES: dict[str, tuple[Problem, split.Spec, dict[str, Any]]] = {
-    "8 tokens, split 2": (problem(), spec(2, 256), {}),
-    "8 tokens, split 4": (problem(), spec(4, 128, gate_mode=1, spin=True), {}),
-    "2 tokens, split 8, chained": (problem(2), spec(8, 128, pdl=True), {"inputs": "generic"}),
-    "5 tokens, split 8, late": (problem(5), spec(8, 128, window=11, state_late=True), {}),
+CASES: dict[str, tuple[Problem, split.Options, dict[str, Any]]] = {
+    "8 tokens, split 2": (problem(), options(2, 256), {}),
+    "8 tokens, split 4": (problem(), options(4, 128, gate_mode=1, spin=True), {}),
+    "2 tokens, split 8, chained": (problem(2), options(8, 128, pdl=True), {"inputs": "generic"}),
+    "5 tokens, split 8, late": (problem(5), options(8, 128, window=11, state_late=True), {}),
     "7 tokens, split 4 x 256, bf16": (
         problem(7, "bf16"),
-        spec(4, 256, terms=1),
+        options(4, 256, terms=1),
         {"conv_bias": False},
     ),
     "3 tokens, split 1, bf16, window-major": (
         problem(3, "bf16", conv_layout="window-major"),
-        spec(1, 256, gate_mode=1, conv_weight_dtype="bf16"),
+        options(1, 256, gate_mode=1, conv_weight_dtype="bf16"),
         {"inputs": "generic"},
     ),
     "4 tokens, split 2 x 128, any layout": (
         problem(4, conv_layout="window-major"),
-        spec(2, 128, streamable=False, pdl=True),
+        options(2, 128, streamable=False, pdl=True),
         {"conv_bias": False},
     ),
 }
 
 
 def emulate(
-    m: ModuleType, of: Problem, spec: split.Spec, draw: dict[str, Any], seed: int
+    m: ModuleType, of: Problem, options: split.Options, draw: dict[str, Any], seed: int
 ) -> str | None:
     """A live item and a null one, and with generic inputs a live one without a record, against the
     reference."""
     of = replace(of, requests=3 if draw.get("inputs") == "generic" else 2, heads=1)
     operands = make_step(of, seed=seed, device="cpu", pad=16, null_requests=(1,), **draw)
-    if spec.conv_weight_dtype == "bf16":
+    if options.conv_weight_dtype == "bf16":
         operands = simt.with_bf16_weights(operands)
     assert operands.record_rows is not None
     operands.record_rows[2:] = -1
-    return simt.compare_step(m, of, spec, operands, seed)
+    return simt.compare_step(m, of, options, operands, seed)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_emulation_agrees_with_the_reference(emulated: ModuleType, case: str) -> None:
-    of, spec, draw = CASES[case]
-    assert emulate(emulated, of, spec, draw, seed=len(case)) is None
+    of, options, draw = CASES[case]
+    assert emulate(emulated, of, options, draw, seed=len(case)) is None
 
 
 def test_nothing_is_overwritten_by_what_comes_early(
@@ -172,14 +174,14 @@ def test_nothing_is_overwritten_by_what_comes_early(
 ) -> None:
     """What CTAs send to each other comes at once."""
     monkeypatch.setattr(simt_cluster.Barrier, "early", True)
-    of, spec, draw = CASES["8 tokens, split 4"]
-    assert emulate(emulated, of, spec, draw, seed=2) is None
+    of, options, draw = CASES["8 tokens, split 4"]
+    assert emulate(emulated, of, options, draw, seed=2) is None
 
 
 def test_emulation_notices_missing_barriers(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modules["blocks"].arch, "sync_threads", lambda: None)
     try:
-        found = emulate(modules["split"], problem(2), spec(4, 128), {}, seed=3)
+        found = emulate(modules["split"], problem(2), options(4, 128), {}, seed=3)
     except (AssertionError, RuntimeError) as error:
         found = str(error)
     assert found is not None
@@ -204,14 +206,14 @@ def test_unnormalized_pairs_in_two_terms_give_norms_and_corrections(decays: floa
     assert error < 1e-5
 
 
-def check_resources(of: Problem, spec: split.Spec, gpu: Gpu) -> None:
-    compiled = split.compile(of, spec, gpu)
+def check_resources(of: Problem, options: split.Options, gpu: Gpu) -> None:
+    compiled = split.compile(of, options, gpu)
     binary, p, found = compiled.binary, compiled.plan, compiled.resources
     assert "kda_split_chunked" in binary.symbol
     assert found.stack_bytes == 0
     assert (found.threads, found.cluster) == (p.threads, p.split)
     assert found.smem_bytes == p.smem_bytes
-    assert found.ctas_per_sm >= p.ctas_per_sm >= CTAS[spec.split, spec.threads]
+    assert found.ctas_per_sm >= p.ctas_per_sm >= CTAS[options.split, options.threads]
     assert len(binary.parameters) == len(arguments.Arguments._fields)
 
 
@@ -229,23 +231,23 @@ def check_resources(of: Problem, spec: split.Spec, gpu: Gpu) -> None:
 def test_compiles_for_hopper(
     shape: tuple[int, int], tokens: int, dtype: str, choices: dict[str, Any]
 ) -> None:
-    check_resources(problem(tokens, dtype), spec(*shape, **choices), H200)
+    check_resources(problem(tokens, dtype), options(*shape, **choices), H200)
 
 
 @pytest.mark.parametrize("layout", ["dim-first", "window-major"])
 @pytest.mark.parametrize("streamable", [True, False])
 def test_compiles_for_layouts(layout: str, streamable: bool) -> None:
-    check_resources(problem(8, conv_layout=layout), spec(4, 128, streamable=streamable), H200)
+    check_resources(problem(8, conv_layout=layout), options(4, 128, streamable=streamable), H200)
 
 
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
 @pytest.mark.parametrize("shape", split_chunked.SHAPES)
 def test_compiles_for_blackwell(arch: str, shape: tuple[int, int]) -> None:
-    check_resources(problem(8), spec(*shape), GPUS[arch])
+    check_resources(problem(8), options(*shape), GPUS[arch])
 
 
 def test_products_and_sends_are_what_they_should_be(tmp_path: Path) -> None:
-    text = sass_of(split.compile(problem(), spec(8, 128), H200).binary.image, tmp_path)
+    text = sass_of(split.compile(problem(), options(8, 128), H200).binary.image, tmp_path)
     # Gate 8; pairs and state: 2 steps of 2 tiles, 3 products each.
     assert len(re.findall(r"\bHMMA\.16816\.F32\.BF16\b", text)) == 8 + 12 + 12
     assert len(re.findall(r"\bSTAS\.128\b", text)) == 2 * 7
@@ -257,9 +259,9 @@ def test_products_and_sends_are_what_they_should_be(tmp_path: Path) -> None:
 
 
 def test_sizes_share_a_binary_and_the_order_of_loads_does_not() -> None:
-    first = split.compile(problem(), spec(), H200).binary
-    second = split.compile(problem(requests=300, heads=96), spec(), H200).binary
-    chained = split.compile(problem(), spec(pdl=True), H200).binary
+    first = split.compile(problem(), options(), H200).binary
+    second = split.compile(problem(requests=300, heads=96), options(), H200).binary
+    chained = split.compile(problem(), options(pdl=True), H200).binary
     assert second == first  # the time it took to compile is part of it
     assert chained.image != first.image
 
@@ -268,7 +270,7 @@ def test_grid_and_operands(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder()
     monkeypatch.setattr(cubin, "launcher", lambda binary: recorder)
     of = problem(5, requests=9)
-    compiled = split.compile(of, spec(4, 128), H200)
+    compiled = split.compile(of, options(4, 128), H200)
     operands = make_step(of, seed=0, device="cpu", pad=16)
     split.launch(compiled, operands, 0)
     assert recorder.grid == (24, 9, 1)

@@ -24,13 +24,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 GPU = Gpu("sm_90a", 132)
-SPEC = stock.Spec(value_tile=64, num_warps=4)  # the interpreter pays per program
+SPEC = stock.Options(value_tile=64, num_warps=4)  # the interpreter pays per program
 
 
-def check(problem: Problem, operands: StepOperands, spec: stock.Spec = SPEC) -> None:
+def check(problem: Problem, operands: StepOperands, options: stock.Options = SPEC) -> None:
     expected = reference.step(problem, operands)
     compare.poison(operands)
-    stock.launch(stock.compile(problem, spec, GPU), operands, None)
+    stock.launch(stock.compile(problem, options, GPU), operands, None)
     assert compare.check_step(problem, operands, expected) is None
 
 
@@ -60,10 +60,12 @@ def test_steps(problem: Problem, options: dict[str, object]) -> None:
     check(problem, operands)
 
 
-@pytest.mark.parametrize("spec", [stock.Spec(), stock.Spec(8, 1), stock.Spec(128, 8)], ids=str)
-def test_every_value_tile(spec: stock.Spec) -> None:
+@pytest.mark.parametrize(
+    "options", [stock.Options(), stock.Options(8, 1), stock.Options(128, 8)], ids=str
+)
+def test_every_value_tile(options: stock.Options) -> None:
     problem = Problem("record", 2, 2, 2)
-    check(problem, make_step(problem, seed=2, device="cpu"), spec)
+    check(problem, make_step(problem, seed=2, device="cpu"), options)
 
 
 def test_spec_continues_from_every_accepted_count() -> None:
@@ -381,24 +383,28 @@ def test_launch_takes_the_operands_of_its_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("problem", "spec", "reason"),
+    ("problem", "options", "reason"),
     [
-        (Problem("replay", 1, 1, 2, pending=1), stock.Spec(), "kind replay"),
-        (Problem("decode", 1, 1), stock.Spec(value_tile=24), "value_tile=24"),
-        (Problem("decode", 1, 1), stock.Spec(num_warps=3), "num_warps=3"),
-        (Problem("decode", 1, 1), stock.Spec(value_tile=128, num_warps=1), "elements per thread"),
+        (Problem("replay", 1, 1, 2, pending=1), stock.Options(), "kind replay"),
+        (Problem("decode", 1, 1), stock.Options(value_tile=24), "value_tile=24"),
+        (Problem("decode", 1, 1), stock.Options(num_warps=3), "num_warps=3"),
+        (
+            Problem("decode", 1, 1),
+            stock.Options(value_tile=128, num_warps=1),
+            "elements per thread",
+        ),
     ],
 )
-def test_unsupported(problem: Problem, spec: stock.Spec, reason: str) -> None:
-    assert reason in (stock.unsupported(problem, spec, GPU) or "")
+def test_unsupported(problem: Problem, options: stock.Options, reason: str) -> None:
+    assert reason in (stock.unsupported(problem, options, GPU) or "")
     with pytest.raises(ValueError, match=reason):
-        stock.compile(problem, spec, GPU)
+        stock.compile(problem, options, GPU)
 
 
 @pytest.mark.parametrize("kind", ["decode", "spec", "record", "commit", "flush"])
 def test_supported(kind: str) -> None:
     assert (
-        stock.unsupported(Problem(kind, 3, 2, 1 if kind == "decode" else 8), stock.Spec(), GPU)
+        stock.unsupported(Problem(kind, 3, 2, 1 if kind == "decode" else 8), stock.Options(), GPU)
         is None
     )  # type: ignore[arg-type]
 
@@ -434,7 +440,7 @@ gpu = Gpu("sm_90a", 132)
 for problem in (Problem("decode", 1, 1), Problem("spec", 2, 1, 3, state_dtype="bf16"),
                 Problem("record", 2, 2, 4, conv_layout="window-major")):
     operands = make_step(problem, seed=0, device="cpu", lower_bound=None if problem.kind == "spec" else -5.0)
-    stock.launch(stock.compile(problem, stock.Spec(), gpu), operands, None)
+    stock.launch(stock.compile(problem, stock.Options(), gpu), operands, None)
 starts = torch.tensor([0, 4, 6], dtype=torch.int32)
 stock.step(operands, stock.Scratch.allocate(8, 256, torch.device("cpu")), 4, query_start_loc=starts)
 for align in (False, True):

@@ -69,11 +69,11 @@ def problem(
     ],
 )
 def test_unsupported(of: Problem, choices: dict[str, Any], reason: str) -> None:
-    found = stream.unsupported(of, stream.Spec(**choices), H200)
+    found = stream.unsupported(of, stream.Options(**choices), H200)
     assert found is not None
     assert reason in found
     with pytest.raises(ValueError, match=re.escape(reason)):
-        stream.compile(of, stream.Spec(**choices), H200)
+        stream.compile(of, stream.Options(**choices), H200)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -81,9 +81,12 @@ def test_unsupported(of: Problem, choices: dict[str, Any], reason: str) -> None:
 @pytest.mark.parametrize("window", [None, 16])
 def test_two_ctas_fit_an_sm(dtype: str, layout: str, window: int | None) -> None:
     for kind, tokens in (("decode", 1), *itertools.product(("record", "spec"), range(2, 9))):
-        of, spec = problem(kind, tokens, dtype, conv_layout=layout), stream.Spec(window=window)
-        assert stream.unsupported(of, spec, H200) is None
-        p = stream.plan(of, spec)
+        of, options = (
+            problem(kind, tokens, dtype, conv_layout=layout),
+            stream.Options(window=window),
+        )
+        assert stream.unsupported(of, options, H200) is None
+        p = stream.plan(of, options)
         assert 2 * (p.smem_bytes + 1024) <= 233_472
         sizes = smem.sizes(p.areas) | smem.sizes(p.stage_areas)
         assert all(size % 128 == 0 for size in sizes.values())
@@ -230,7 +233,7 @@ def emulate(
     for request in unrecorded:
         assert operands.record_rows is not None
         operands.record_rows[request] = -1
-    return simt.compare_step(m, of, m.Spec(**choices), operands, seed)
+    return simt.compare_step(m, of, m.Options(**choices), operands, seed)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -257,7 +260,7 @@ def test_emulation_notices_a_missing_barrier(
 def test_cells_of_rows_cover_a_page_once(emulated: ModuleType, dtype: str) -> None:
     """Every 16 bytes of a page come to one cell, as far from a 128-byte line as it; a half-warp
     asks for whole rows."""
-    P, rows = emulated.plan(problem("decode", 1, dtype), emulated.Spec()), emulated.state_rows
+    P, rows = emulated.plan(problem("decode", 1, dtype), emulated.Options()), emulated.state_rows
     item_bytes = 4 if dtype == "fp32" else 2
     cells, units = set(), set()
     for thread in range(256):
@@ -303,7 +306,9 @@ def test_two_ctas_per_sm_and_no_spills(
     kind: str, tokens: int, dtype: str, layout: str, arch: str
 ) -> None:
     check_resources(
-        stream.compile(problem(kind, tokens, dtype, conv_layout=layout), stream.Spec(), GPUS[arch])
+        stream.compile(
+            problem(kind, tokens, dtype, conv_layout=layout), stream.Options(), GPUS[arch]
+        )
     )
 
 
@@ -318,7 +323,7 @@ def test_two_ctas_per_sm_and_no_spills(
     ],
 )
 def test_choices_compile(kind: str, tokens: int, dtype: str, choices: dict[str, Any]) -> None:
-    check_resources(stream.compile(problem(kind, tokens, dtype), stream.Spec(**choices), H200))
+    check_resources(stream.compile(problem(kind, tokens, dtype), stream.Options(**choices), H200))
 
 
 def check_resources(compiled: stream.Compiled) -> None:
@@ -333,9 +338,9 @@ def check_resources(compiled: stream.Compiled) -> None:
 
 
 def test_launch_options_and_sizes_share_a_binary() -> None:
-    first = stream.compile(problem(tokens=4), stream.Spec(), H200)
+    first = stream.compile(problem(tokens=4), stream.Options(), H200)
     second = stream.compile(
-        problem(tokens=4, requests=300, heads=96), stream.Spec(pdl=True), Gpu("sm_90a", 114)
+        problem(tokens=4, requests=300, heads=96), stream.Options(pdl=True), Gpu("sm_90a", 114)
     )
     assert second.binary == first.binary  # the time it took to compile is part of it
     assert ((first.sms, first.pdl), (second.sms, second.pdl)) == ((132, False), (114, True))
@@ -344,7 +349,7 @@ def test_launch_options_and_sizes_share_a_binary() -> None:
 def test_gate_weights_stay_and_states_stream(tmp_path: Path) -> None:
     """Gate weights are loaded at the start and behind a change of heads, not per item; states by
     cp.async alone."""
-    text = sass_of(stream.compile(problem("decode"), stream.Spec(), H200).binary.image, tmp_path)
+    text = sass_of(stream.compile(problem("decode"), stream.Options(), H200).binary.image, tmp_path)
     assert not re.findall(r"\b(?:STL|LDL)\b", text)
     assert len(re.findall(r"\bLDG\.E\.128\b", text)) == 2 * 8
     assert not re.findall(r"\bLDG\.E\.64\b", text)
@@ -356,7 +361,7 @@ def test_launch_passes_addresses_and_sizes(monkeypatch: pytest.MonkeyPatch) -> N
     recorder = Recorder()
     monkeypatch.setattr(cubin, "launcher", lambda _: recorder)
     of = problem(tokens=4, requests=5, heads=3)
-    compiled = stream.compile(of, stream.Spec(pdl=True), Gpu("sm_90a", 2))
+    compiled = stream.compile(of, stream.Options(pdl=True), Gpu("sm_90a", 2))
     o = make_step(of, seed=1, device="cpu", pad=64)
     stream.launch(compiled, o, 7)
     assert recorder.grid == (4, 1, 1)  # 15 items, eight for each SM
@@ -364,7 +369,7 @@ def test_launch_passes_addresses_and_sizes(monkeypatch: pytest.MonkeyPatch) -> N
     passed = Arguments(*recorder.values)
     assert (passed.projected, passed.out) == (o.projected.data_ptr(), o.out.data_ptr())
     assert (passed.heads, passed.requests, passed.per) == (3, 5, 8)
-    limited = stream.compile(of, stream.Spec(most_items=2), Gpu("sm_90a", 2))
+    limited = stream.compile(of, stream.Options(most_items=2), Gpu("sm_90a", 2))
     assert limited.binary.image == compiled.binary.image
     stream.launch(limited, o, 7)
     assert recorder.grid == (9, 1, 1)  # of one head each
@@ -389,7 +394,7 @@ def test_launch_refuses_operands_that_do_not_fit(
 ) -> None:
     monkeypatch.setattr(cubin, "launcher", lambda _: Recorder())
     of = problem()
-    compiled = stream.Compiled(None, stream.plan(of, stream.Spec()), pdl=False, sms=132)  # type: ignore[arg-type]
+    compiled = stream.Compiled(None, stream.plan(of, stream.Options()), pdl=False, sms=132)  # type: ignore[arg-type]
     operands = make_step(of, seed=1, device="cpu")
     stream.launch(compiled, operands, 0)
     with pytest.raises(ValueError, match=reason):

@@ -41,34 +41,34 @@ def problem(
     return Problem(kind, 4, 6, tokens, state_dtype=state_dtype, **more)  # type: ignore[arg-type]
 
 
-CHUNKED = wide.Spec(form="chunked")
+CHUNKED = wide.Options(form="chunked")
 
 
 @pytest.mark.parametrize(
-    ("of", "spec", "reason"),
+    ("of", "options", "reason"),
     [
         (Problem("replay", 4, 6, 4, pending=2), CHUNKED, "kind=replay"),
-        (Problem("commit", 4, 6, 4), wide.Spec(), "kind=commit"),
+        (Problem("commit", 4, 6, 4), wide.Options(), "kind=commit"),
         (problem("spec", 4), CHUNKED, "form='chunked': kind=spec takes recurrence"),
         (problem("decode", 1), CHUNKED, "form='chunked': kind=decode takes recurrence"),
-        (problem(), wide.Spec(), "form='recurrence': kind=record takes chunked"),
+        (problem(), wide.Options(), "form='recurrence': kind=record takes chunked"),
         (problem(), replace(CHUNKED, gate_mode=2), "gate_mode=2"),
         (problem(), replace(CHUNKED, terms=3), "terms=3"),
         (problem(), replace(CHUNKED, ctas=5), "ctas=5"),
         (problem(), replace(CHUNKED, ctas=4), "leave no room for ctas=4"),
-        (problem("spec", 4), wide.Spec(ctas=3), "leave no room for ctas=3"),
+        (problem("spec", 4), wide.Options(ctas=3), "leave no room for ctas=3"),
         (problem(), replace(CHUNKED, window=9), "window=9 must lie in 10..16"),
-        (problem("decode", 1), wide.Spec(window=2), "window=2 must lie in 3..16"),
-        (problem("decode", 1), wide.Spec(conv_weight_dtype="fp16"), "conv_weight_dtype"),  # type: ignore[arg-type]
+        (problem("decode", 1), wide.Options(window=2), "window=2 must lie in 3..16"),
+        (problem("decode", 1), wide.Options(conv_weight_dtype="fp16"), "conv_weight_dtype"),  # type: ignore[arg-type]
         (Problem("record", 70_000, 1, 4), CHUNKED, "requests=70000"),
     ],
 )
-def test_unsupported(of: Problem, spec: wide.Spec, reason: str) -> None:
-    found = wide.unsupported(of, spec, H200)
+def test_unsupported(of: Problem, options: wide.Options, reason: str) -> None:
+    found = wide.unsupported(of, options, H200)
     assert found is not None
     assert reason in found
     with pytest.raises(ValueError, match=re.escape(reason)):
-        wide.compile(of, spec, H200)
+        wide.compile(of, options, H200)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -77,10 +77,12 @@ def test_unsupported(of: Problem, spec: wide.Spec, reason: str) -> None:
 def test_supported(dtype: str, layout: str, streamable: bool) -> None:
     for tokens in range(1, 9):
         for kind in ("decode",) if tokens == 1 else ("record", "spec"):
-            spec = wide.Spec("chunked" if kind == "record" else "recurrence", streamable=streamable)
+            options = wide.Options(
+                "chunked" if kind == "record" else "recurrence", streamable=streamable
+            )
             of = problem(kind, tokens, dtype, conv_layout=layout)
-            assert wide.unsupported(of, spec, H200) is None
-            p = wide.plan(of, spec)
+            assert wide.unsupported(of, options, H200) is None
+            p = wide.plan(of, options)
             assert p.staged == p.lines
             assert p.ctas_per_sm >= 2
 
@@ -116,22 +118,22 @@ def test_record_residency_and_no_spills(arch: str, tokens: int, dtype: str, ctas
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize(("tokens", "gate_mode"), [(4, 0), (8, 0), (6, 1), (8, 1)])
 def test_three_records_per_sm(arch: str, tokens: int, gate_mode: int) -> None:
-    spec = replace(CHUNKED, ctas=3, gate_mode=gate_mode)
-    assert_resources(wide.compile(problem(tokens=tokens), spec, Gpu(arch, 132)), 3)
+    options = replace(CHUNKED, ctas=3, gate_mode=gate_mode)
+    assert_resources(wide.compile(problem(tokens=tokens), options, Gpu(arch, 132)), 3)
 
 
 @pytest.mark.parametrize(
     ("arch", "tokens"), [("sm_90a", 5), ("sm_90a", 7), ("sm_100a", 3), ("sm_100a", 7)]
 )
 def test_three_records_of_bf16_states_per_sm(arch: str, tokens: int) -> None:
-    spec = replace(CHUNKED, gate_mode=1, terms=1)
+    options = replace(CHUNKED, gate_mode=1, terms=1)
     assert_resources(
-        wide.compile(problem(tokens=tokens, state_dtype="bf16"), spec, Gpu(arch, 132)), 3
+        wide.compile(problem(tokens=tokens, state_dtype="bf16"), options, Gpu(arch, 132)), 3
     )
 
 
 @pytest.mark.parametrize(
-    "spec",
+    "options",
     [
         replace(CHUNKED, gate_mode=1, window=16, evict=True),
         replace(CHUNKED, streamable=False),
@@ -139,20 +141,22 @@ def test_three_records_of_bf16_states_per_sm(arch: str, tokens: int) -> None:
     ],
 )
 @pytest.mark.parametrize(("dtype", "ctas"), [("fp32", 2), ("bf16", 3)])
-def test_record_choices(spec: wide.Spec, dtype: str, ctas: int) -> None:
-    layout = "dim-first" if spec.gate_mode == 1 else "window-major"
-    if (spec.terms, dtype) == (2, "bf16"):
+def test_record_choices(options: wide.Options, dtype: str, ctas: int) -> None:
+    layout = "dim-first" if options.gate_mode == 1 else "window-major"
+    if (options.terms, dtype) == (2, "bf16"):
         ctas = 2
-    assert_resources(wide.compile(problem(state_dtype=dtype, conv_layout=layout), spec, H200), ctas)
+    assert_resources(
+        wide.compile(problem(state_dtype=dtype, conv_layout=layout), options, H200), ctas
+    )
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize(("dtype", "ctas"), [("fp32", 3), ("bf16", 4)])
 @pytest.mark.parametrize("layout", ["dim-first", "window-major"])
 def test_decode_residency_and_no_spills(arch: str, dtype: str, ctas: int, layout: str) -> None:
-    spec = wide.Spec(gate_mode=1, stream_hints=layout == "dim-first")
+    options = wide.Options(gate_mode=1, stream_hints=layout == "dim-first")
     assert_resources(
-        wide.compile(problem("decode", 1, dtype, conv_layout=layout), spec, Gpu(arch, 132)), ctas
+        wide.compile(problem("decode", 1, dtype, conv_layout=layout), options, Gpu(arch, 132)), ctas
     )
 
 
@@ -161,7 +165,9 @@ def test_decode_residency_and_no_spills(arch: str, dtype: str, ctas: int, layout
 )
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_spec_residency_and_no_spills(arch: str, tokens: int, dtype: str) -> None:
-    assert_resources(wide.compile(problem("spec", tokens, dtype), wide.Spec(), Gpu(arch, 132)), 2)
+    assert_resources(
+        wide.compile(problem("spec", tokens, dtype), wide.Options(), Gpu(arch, 132)), 2
+    )
 
 
 def test_sizes_and_launch_options_share_one_binary() -> None:
@@ -175,8 +181,8 @@ def test_sizes_and_launch_options_share_one_binary() -> None:
 
 @pytest.mark.parametrize("ctas", [2, 3])
 def test_a_line_is_multiplied_before_the_next_is_awaited(tmp_path: Path, ctas: int) -> None:
-    spec = replace(CHUNKED, ctas=ctas)
-    sass = sass_of(wide.compile(problem(), spec, H200).binary.image, tmp_path)
+    options = replace(CHUNKED, ctas=ctas)
+    sass = sass_of(wide.compile(problem(), options, H200).binary.image, tmp_path)
     assert not re.findall(r"\b(?:STL|LDL)\b", sass)
     assert len(re.findall(r"\bLDG\.E\.128\b", sass)) == 8  # gate weights
     assert len(re.findall(r"\bLDG\.E\.64\b", sass)) == 5  # taps and bias
@@ -186,7 +192,7 @@ def test_a_line_is_multiplied_before_the_next_is_awaited(tmp_path: Path, ctas: i
     copies = [m.start() for m in re.finditer(r"\bLDGSTS\.E\.BYPASS(?:\.LTC128B)?\.128\b", sass)]
     assert (
         len([at for at in copies if weights < at < first_gate])
-        == 4 * wide.plan(problem(), spec).staged
+        == 4 * wide.plan(problem(), options).staged
     )
     # Products: gate 8, A and B 6; a loop of 12, one turn per line; T and C 4.
     waited = sass.rindex("DEPBAR.LE SB0, 0x", 0, sass.rindex("HMMA"))
@@ -207,7 +213,7 @@ def test_lines_cover_a_state_once(emulated: ModuleType, dtype: str) -> None:
     m = emulated
     item_bytes = 4 if dtype == "fp32" else 2
     width = 16 // item_bytes
-    P = m.plan(problem(state_dtype=dtype), m.Spec("chunked"))
+    P = m.plan(problem(state_dtype=dtype), m.Options("chunked"))
     source_of: dict[int, tuple[int, int]] = {}  # shared address: row, column
     for thread in range(256):
         warp, lane = simt.Int32(thread // 32), simt.Int32(thread % 32)
@@ -257,7 +263,7 @@ def test_lines_are_written_and_read_without_bank_conflicts(
     """Eight lanes copy 128 neighbouring bytes to the same 128, and a quarter of a warp reads from
     all banks."""
     m = emulated
-    P = m.plan(problem(state_dtype=dtype), m.Spec("chunked"))
+    P = m.plan(problem(state_dtype=dtype), m.Options("chunked"))
     lanes = [
         simt.asked_copies(
             lane, m.chunked.copy_line, simt.Int32(16 * lane), simt.Int64(0), simt.Int32(0), simt.Int32(0),
@@ -279,7 +285,7 @@ def test_cells_of_rows_cover_a_state_once(emulated: ModuleType, dtype: str) -> N
     them."""
     m = emulated
     item_bytes = 4 if dtype == "fp32" else 2
-    P = m.plan(problem("decode", 1, dtype), m.Spec())
+    P = m.plan(problem("decode", 1, dtype), m.Options())
     cells, units = set(), set()
     for thread, piece in itertools.product(range(256), range(4)):
         rows = m.state_rows
@@ -357,7 +363,7 @@ def test_triangles_replace_the_substitution(tokens: int) -> None:
     )
 
 
-CASES: dict[str, tuple[Problem, wide.Spec, dict[str, Any]]] = {
+CASES: dict[str, tuple[Problem, wide.Options, dict[str, Any]]] = {
     "record 8": (problem(), CHUNKED, {}),
     "record 3, bf16, window-major": (
         problem(tokens=3, state_dtype="bf16", conv_layout="window-major"),
@@ -369,10 +375,10 @@ CASES: dict[str, tuple[Problem, wide.Spec, dict[str, Any]]] = {
         replace(CHUNKED, streamable=False),
         {"conv_bias": False},
     ),
-    "decode": (problem("decode", 1), wide.Spec(), {}),
+    "decode": (problem("decode", 1), wide.Options(), {}),
     "decode, bf16, window-major": (
         problem("decode", 1, "bf16", conv_layout="window-major"),
-        wide.Spec(gate_mode=1, stream_hints=True),
+        wide.Options(gate_mode=1, stream_hints=True),
         {"conv_bias": False},
     ),
     "record 4, fewer lines, longer window": (
@@ -381,18 +387,18 @@ CASES: dict[str, tuple[Problem, wide.Spec, dict[str, Any]]] = {
         {"inputs": "generic", "longer": 3},
     ),
     "record 7, fewer lines": (problem(tokens=7), replace(CHUNKED, ctas=3), {}),
-    "spec 3": (problem("spec", 3), wide.Spec(), {"inputs": "generic"}),
+    "spec 3": (problem("spec", 3), wide.Options(), {"inputs": "generic"}),
     "spec 2, bf16, window-major": (
         problem("spec", 2, "bf16", conv_layout="window-major"),
-        wide.Spec(gate_mode=1, conv_weight_dtype="bf16", stream_hints=True),
+        wide.Options(gate_mode=1, conv_weight_dtype="bf16", stream_hints=True),
         {"conv_bias": False},
     ),
-    "spec 5, any layout": (problem("spec", 5), wide.Spec(streamable=False), {}),
+    "spec 5, any layout": (problem("spec", 5), wide.Options(streamable=False), {}),
 }
 
 
 def emulate(
-    m: ModuleType, of: Problem, spec: wide.Spec, draw: dict[str, Any], seed: int
+    m: ModuleType, of: Problem, options: wide.Options, draw: dict[str, Any], seed: int
 ) -> str | None:
     """A live item and a null one, and with generic records a live one without a record, against the
     reference."""
@@ -405,17 +411,17 @@ def emulate(
         window = torch.randn(slots, channels, entries + longer).bfloat16()
         window[:, :, :entries] = operands.conv_state
         operands = replace(operands, conv_state=window)
-    if spec.conv_weight_dtype == "bf16":
+    if options.conv_weight_dtype == "bf16":
         operands = simt.with_bf16_weights(operands)
     if operands.record_rows is not None:
         operands.record_rows[2:] = -1
-    return simt.compare_step(m, of, spec, operands, seed)
+    return simt.compare_step(m, of, options, operands, seed)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_emulation_agrees_with_the_reference(emulated: ModuleType, case: str) -> None:
-    of, spec, draw = CASES[case]
-    assert emulate(emulated, of, spec, draw, seed=len(case)) is None
+    of, options, draw = CASES[case]
+    assert emulate(emulated, of, options, draw, seed=len(case)) is None
 
 
 def test_emulation_notices_a_missing_barrier(

@@ -58,11 +58,11 @@ def problem(tokens: int = 8, kind: Any = None, **sizes: Any) -> Problem:
     ],
 )
 def test_unsupported(of: Problem, choices: dict[str, Any], reason: str) -> None:
-    found = ws.unsupported(of, ws.Spec(**choices), H200)
+    found = ws.unsupported(of, ws.Options(**choices), H200)
     assert found is not None
     assert reason in found
     with pytest.raises(ValueError, match=re.escape(reason)):
-        ws.compile(of, ws.Spec(**choices), H200)
+        ws.compile(of, ws.Options(**choices), H200)
 
 
 STEPS = [("decode", 1), *((kind, tokens) for kind in ("spec", "record") for tokens in range(2, 9))]
@@ -73,8 +73,8 @@ STEPS = [("decode", 1), *((kind, tokens) for kind in ("spec", "record") for toke
 @pytest.mark.parametrize("layout", ["dim-first", "window-major"])
 def test_fits_an_sm(kind: str, tokens: int, dtype: Any, layout: Any) -> None:
     of = problem(tokens, kind, state_dtype=dtype, conv_layout=layout)
-    assert ws.unsupported(of, ws.Spec(), H200) is None
-    p = ws.plan(of, ws.Spec(), H200)
+    assert ws.unsupported(of, ws.Options(), H200) is None
+    p = ws.plan(of, ws.Options(), H200)
     for area in p.areas.values():
         stages = area.shape[1] if isinstance(area.shape, tuple) else 1
         assert area.nbytes // stages % 32 == 0
@@ -84,8 +84,8 @@ def test_fits_an_sm(kind: str, tokens: int, dtype: Any, layout: Any) -> None:
 
 
 def test_only_the_chunked_form_limits_how_fast_a_state_decays() -> None:
-    assert ws.unsupported(problem(8, lower_bound=-8.0), ws.Spec(), H200) is None
-    assert ws.unsupported(problem(8, "spec", lower_bound=-50.0), ws.Spec(), H200) is None
+    assert ws.unsupported(problem(8, lower_bound=-8.0), ws.Options(), H200) is None
+    assert ws.unsupported(problem(8, "spec", lower_bound=-50.0), ws.Options(), H200) is None
 
 
 def test_no_group_waits_for_registers_that_nobody_gives_back() -> None:
@@ -100,13 +100,13 @@ def test_no_group_waits_for_registers_that_nobody_gives_back() -> None:
 
 def test_shared_memory_of_the_gpu_decides() -> None:
     small = Gpu("sm_90a", 132, smem_per_block=200_000)
-    found = ws.unsupported(problem(), ws.Spec(), small)
+    found = ws.unsupported(problem(), ws.Options(), small)
     assert found is not None
     assert "shared memory exceed 200000" in found
-    assert ws.plan(problem(8), ws.Spec(), H200).result_stages == 2
-    assert ws.plan(problem(8), ws.Spec(window=11), H200).result_stages == 1
-    assert ws.plan(problem(4, state_dtype="bf16"), ws.Spec(), H200).state_stages == 4
-    assert ws.plan(problem(1, state_dtype="bf16"), ws.Spec(), H200).state_stages == 6
+    assert ws.plan(problem(8), ws.Options(), H200).result_stages == 2
+    assert ws.plan(problem(8), ws.Options(window=11), H200).result_stages == 1
+    assert ws.plan(problem(4, state_dtype="bf16"), ws.Options(), H200).state_stages == 4
+    assert ws.plan(problem(1, state_dtype="bf16"), ws.Options(), H200).state_stages == 6
 
 
 request_after = plain(ws_plan.request_after)
@@ -321,7 +321,7 @@ def epilogue_warp(x: Pipeline, p: ws_plan.Plan, count: int) -> Step:
 def test_no_stage_is_overwritten_before_it_is_read(
     count: int, result_stages: int, kind: str, tokens: int
 ) -> None:
-    p = replace(ws.plan(problem(tokens, kind), ws.Spec(), H200), result_stages=result_stages)
+    p = replace(ws.plan(problem(tokens, kind), ws.Options(), H200), result_stages=result_stages)
     groups = (
         (prologue_warp, ws_plan.PROLOGUE), (product_warp, ws_plan.PRODUCT), (epilogue_warp, p.finishers)
     )  # fmt: skip
@@ -368,7 +368,7 @@ fragment_of = plain(ws_plan.fragment_of)
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_cells_cover_a_page_once_and_meet_their_fragments(dtype: Any) -> None:
-    p = ws.plan(problem(state_dtype=dtype), ws.Spec(), H200)
+    p = ws.plan(problem(state_dtype=dtype), ws.Options(), H200)
     bytes_ = p.item_bytes
     seen: Counter[int] = Counter()
     columns: dict[tuple[int, int], list[int]] = {}  # (step, lane % 4) -> columns of one row
@@ -391,7 +391,7 @@ def test_cells_cover_a_page_once_and_meet_their_fragments(dtype: Any) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_cells_of_a_decode_cover_a_page_once_and_meet_their_columns(dtype: Any) -> None:
-    p = ws.plan(problem(1, state_dtype=dtype), ws.Spec(), H200)
+    p = ws.plan(problem(1, state_dtype=dtype), ws.Options(), H200)
     bytes_ = p.item_bytes
     seen: Counter[int] = Counter()
     for warp, lane in itertools.product(range(ws_plan.PRODUCT), range(32)):
@@ -417,7 +417,7 @@ def test_cells_of_a_decode_cover_a_page_once_and_meet_their_columns(dtype: Any) 
 @pytest.mark.parametrize("tokens", range(2, 9))
 def test_warps_share_a_and_b(tokens: int) -> None:
     """Every warp of the product takes one tile of vectors and `tiles` steps along K."""
-    p = ws.plan(problem(tokens), ws.Spec(), H200)
+    p = ws.plan(problem(tokens), ws.Options(), H200)
     taken = {
         (w % p.tiles, w // p.tiles * p.tiles + i)
         for w in range(ws_plan.PRODUCT)
@@ -448,7 +448,7 @@ place_of = plain(ws_plan.place_of)
 def test_lanes_of_the_prologue_cover_the_channels_and_meet_no_bank_twice(
     tokens: int, dtype: Any
 ) -> None:
-    p = ws.plan(problem(tokens, state_dtype=dtype), ws.Spec(), H200)
+    p = ws.plan(problem(tokens, state_dtype=dtype), ws.Options(), H200)
     sizes = SimpleNamespace(heads=1, projected=0, pitch=1)
     lane_of.__globals__["Int64"], saved = int, lane_of.__globals__["Int64"]
     try:
@@ -478,7 +478,7 @@ def test_lanes_of_the_prologue_cover_the_channels_and_meet_no_bank_twice(
 
 @pytest.mark.parametrize("tokens", range(1, 9))
 def test_rows_of_inputs_do_not_overlap(tokens: int) -> None:
-    p = ws.plan(problem(tokens), ws.Spec(), H200)
+    p = ws.plan(problem(tokens), ws.Options(), H200)
     places = [p.row_place(row) for row in range(p.rows)]
     begins = [low * 768 + high * p.row_pitch * 2 for low, high in places]
     assert all(b - a >= 768 for a, b in itertools.pairwise(begins))
@@ -491,7 +491,7 @@ def test_rows_of_inputs_do_not_overlap(tokens: int) -> None:
 
 @pytest.mark.parametrize("tokens", range(2, 9))
 def test_coefficients_that_are_used_are_loaded(tokens: int) -> None:
-    p = ws.plan(problem(tokens), ws.Spec(), H200)
+    p = ws.plan(problem(tokens), ws.Options(), H200)
     half = p.columns // 2
     for s in range(tokens):
         loaded = {
@@ -520,7 +520,7 @@ def emulate(
         o = replace(
             o, record_rows=torch.where(torch.arange(of.requests) == 1, -1, o.record_rows).int()
         )
-    return simt.compare_step(modules["ws"], of, ws.Spec(**choices), o, seed=sms, sms=sms)
+    return simt.compare_step(modules["ws"], of, ws.Options(**choices), o, seed=sms, sms=sms)
 
 
 def few(kind: Any, tokens: int, requests: int, heads: int = 1, **more: Any) -> Problem:
@@ -579,7 +579,7 @@ def test_one_cta_per_sm_and_no_spills(
     kind: str, tokens: int, dtype: Any, layout: Any, arch: str
 ) -> None:
     of = problem(tokens, kind, state_dtype=dtype, conv_layout=layout)
-    check_resources(ws.compile(of, ws.Spec(), GPUS[arch]))
+    check_resources(ws.compile(of, ws.Options(), GPUS[arch]))
 
 
 @pytest.mark.parametrize(
@@ -591,7 +591,7 @@ def test_one_cta_per_sm_and_no_spills(
     ],
 )
 def test_choices_compile(tokens: int, choices: dict[str, Any]) -> None:
-    check_resources(ws.compile(problem(tokens), ws.Spec(**choices), H200))
+    check_resources(ws.compile(problem(tokens), ws.Options(**choices), H200))
 
 
 def check_resources(compiled: ws.Compiled) -> None:
@@ -609,15 +609,17 @@ def check_resources(compiled: ws.Compiled) -> None:
 
 
 def test_launch_options_and_sizes_share_a_binary() -> None:
-    first = ws.compile(problem(4), ws.Spec(), H200)
-    second = ws.compile(problem(4, requests=300, heads=96), ws.Spec(pdl=True), Gpu("sm_90a", 114))
+    first = ws.compile(problem(4), ws.Options(), H200)
+    second = ws.compile(
+        problem(4, requests=300, heads=96), ws.Options(pdl=True), Gpu("sm_90a", 114)
+    )
     assert second.binary.image == first.binary.image
     assert second.binary.compile_s == first.binary.compile_s
     assert ((first.sms, first.pdl), (second.sms, second.pdl)) == ((132, False), (114, True))
 
 
 def test_the_product_is_on_tensor_cores_and_streams_by_16_bytes(tmp_path: Path) -> None:
-    text = sass_of(ws.compile(problem(8), ws.Spec(), H200).binary.image, tmp_path)
+    text = sass_of(ws.compile(problem(8), ws.Options(), H200).binary.image, tmp_path)
     assert (
         len(re.findall(r"\bHMMA\.16816\.F32\.BF16\b", text)) == 8 + 48 + 6
     )  # gate; state, three products; A and B
@@ -630,7 +632,7 @@ def test_launch_passes_addresses_and_sizes(monkeypatch: pytest.MonkeyPatch) -> N
     of = problem(4, requests=5, heads=3)
     recorder = Recorder()
     monkeypatch.setattr(cubin, "launcher", lambda _: recorder)
-    compiled = ws.compile(of, ws.Spec(pdl=True), Gpu("sm_90a", 4))
+    compiled = ws.compile(of, ws.Options(pdl=True), Gpu("sm_90a", 4))
     o = make_step(of, seed=1, device="cpu", pad=64)
     ws.launch(compiled, o, 7)
     assert recorder.grid == (4, 1, 1)  # 15 items, 4 each
@@ -674,7 +676,9 @@ def test_launch_names_operands_that_do_not_fit(
     of = problem(5)
     operands: StepOperands = make_step(of, seed=0, device="cpu", pad=16)
     monkeypatch.setattr(cubin, "launcher", lambda _: Recorder())
-    compiled: Any = ws.Compiled(cast("Any", None), ws.plan(of, ws.Spec(), H200), pdl=False, sms=132)
+    compiled: Any = ws.Compiled(
+        cast("Any", None), ws.plan(of, ws.Options(), H200), pdl=False, sms=132
+    )
     ws.launch(compiled, operands, 0)
     with pytest.raises(ValueError, match=f"^{named}[ =]"):
         ws.launch(compiled, replace(operands, **change(operands)), 0)

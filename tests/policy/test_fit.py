@@ -566,7 +566,9 @@ def test_a_threshold_that_comes_too_late_is_blamed() -> None:
 
 def test_the_default_gate_mode_is_the_kernels() -> None:
     variants = pytest.importorskip("kda_kernels.variants")
-    modes = {name: getattr(variants.load(name).Spec(), "gate_mode", 0) for name in variants.NAMES}
+    modes = {
+        name: getattr(variants.load(name).Options(), "gate_mode", 0) for name in variants.NAMES
+    }
     assert {name: fit._default_gate_mode(name) for name in variants.NAMES} == modes
     assert (modes["KdaSplit"], fit._default_gate_mode("of an older version")) == (2, 0)
 

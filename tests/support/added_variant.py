@@ -49,9 +49,9 @@ def time_us(cell: Cell, candidate: Candidate) -> float:
     """What was added is the fastest from 500 items on, evict-first a little more so."""
     if candidate.variant != ADDED:
         return synthetic.model_us(
-            cell, Candidate.of(candidate.variant, {"pdl": False, **candidate.spec})
+            cell, Candidate.of(candidate.variant, {"pdl": False, **candidate.options})
         )
-    return cell.problem.floor_us() * (1.0 if candidate.spec["evict"] else 1.02) + (
+    return cell.problem.floor_us() * (1.0 if candidate.options["evict"] else 1.02) + (
         0.1 if cell.items >= 500 else 9.0
     )
 
@@ -63,7 +63,7 @@ def records(plan: sweep.Sweep) -> Iterator[Record]:
 
 
 def compiled() -> None:
-    mine = [case for case in cases.compile_cases(ADDED) if ("terms", 2) in case.choices]
+    mine = [case for case in cases.compile_cases(ADDED) if ("terms", 2) in case.options]
     assert len(list(cases.compile_cases(ADDED))) == len(list(cases.compile_cases(COPIED)))
     for case in (mine[0], mine[-1]):
         row = build.compile_case(case, "sm_90a")
@@ -100,7 +100,7 @@ def prepared(policy: object) -> None:
 def main(folder: Path) -> None:
     (folder / "added.toml").write_text(SWEEP)
     plan = inputs.load_sweep(folder / "added.toml", 132)
-    assert {c.spec["evict"] for c in plan.candidates if c.variant == ADDED} == {False, True}
+    assert {c.options["evict"] for c in plan.candidates if c.variant == ADDED} == {False, True}
     assert len(list(tuning._every(ADDED, plan.cells[0]))) == len(
         list(tuning._every(COPIED, plan.cells[0]))
     )

@@ -17,14 +17,14 @@ from kda_kernels.problem import HEAD_DIM, Problem
 
 
 def check(
-    module: Any, problem: Problem, spec: Any, operands: StepOperands, sms: int | None = None
+    module: Any, problem: Problem, options: Any, operands: StepOperands, sms: int | None = None
 ) -> None:
     """Poison, launch, compare everything that the step may and may not write.
 
     sms   that the GPU is taken to have: few make the CTAs of a persistent kernel walk many items
     """
     gpu = current_gpu()
-    compiled = module.compile(problem, spec, gpu if sms is None else replace(gpu, sms=sms))
+    compiled = module.compile(problem, options, gpu if sms is None else replace(gpu, sms=sms))
     expected = reference.step(problem, operands)
     compare.poison(operands)
     module.launch(compiled, operands, torch.cuda.current_stream().cuda_stream)

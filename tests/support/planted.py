@@ -62,22 +62,22 @@ def planted_spin(flag):
 
 
 @dataclass(frozen=True)
-class Spec:
+class Options:
     """requests: the only cells that are faulty have this many; 0: all."""
 
     requests: int = 0
     pdl: bool = False
 
 
-def _unsupported(problem: Any, options: Spec, gpu: Any) -> str | None:
+def _unsupported(problem: Any, options: Options, gpu: Any) -> str | None:
     return "planted elsewhere" if options.requests not in (0, problem.requests) else None
 
 
-def _compile(problem: Any, options: Spec, gpu: Any) -> Any:
+def _compile(problem: Any, options: Options, gpu: Any) -> Any:
     return SimpleNamespace(
-        split=split.compile(problem, split.Spec(**SPLIT), gpu),
+        split=split.compile(problem, split.Options(**SPLIT), gpu),
         wide=wide.compile(
-            problem, wide.Spec(form="chunked" if problem.kind == "record" else "recurrence"), gpu
+            problem, wide.Options(form="chunked" if problem.kind == "record" else "recurrence"), gpu
         ),
         scratch={},
         flag=torch.zeros(1, dtype=torch.int32, device="cuda"),
@@ -149,7 +149,7 @@ def _aborts(compiled: Any, operands: Any, stream: int) -> None:
 
 def _variant(launch: Any, kernels: tuple[str, ...] = split.KERNELS) -> Any:
     return SimpleNamespace(
-        Spec=Spec, unsupported=_unsupported, compile=_compile, launch=launch, KERNELS=kernels
+        Options=Options, unsupported=_unsupported, compile=_compile, launch=launch, KERNELS=kernels
     )
 
 

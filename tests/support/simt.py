@@ -1026,12 +1026,12 @@ def load(*names: str) -> dict[str, ModuleType]:
     try:
         sys.modules.update(stand_ins)
         for module in modules:
-            spec = importlib.util.spec_from_file_location(module, sources.path_of(module))
-            assert spec is not None
-            assert spec.loader is not None
-            copy = importlib.util.module_from_spec(spec)
-            sys.modules[spec.name] = copy
-            spec.loader.exec_module(copy)
+            options = importlib.util.spec_from_file_location(module, sources.path_of(module))
+            assert options is not None
+            assert options.loader is not None
+            copy = importlib.util.module_from_spec(options)
+            sys.modules[options.name] = copy
+            options.loader.exec_module(copy)
             if hasattr(copy, "make_dataclass"):
                 copy.make_dataclass = _make_dataclass
             setattr(parents[module], _last(module), copy)
@@ -1093,7 +1093,12 @@ def run(
 
 
 def run_step(
-    module: ModuleType, problem: Problem, spec: Any, operands: StepOperands, seed: int, sms: int = 1
+    module: ModuleType,
+    problem: Problem,
+    options: Any,
+    operands: StepOperands,
+    seed: int,
+    sms: int = 1,
 ) -> None:
     """Compile and launch a step of a variant that `load` gave, on operands in the CPU's memory.
 
@@ -1126,16 +1131,21 @@ def run_step(
         return SimpleNamespace(launch=launch)
 
     with mock.patch.object(cubin, "build", build), mock.patch.object(cubin, "launcher", _identity):
-        module.launch(module.compile(problem, spec, Gpu("sm_90a", sms)), operands, 0)
+        module.launch(module.compile(problem, options, Gpu("sm_90a", sms)), operands, 0)
 
 
 def compare_step(
-    module: ModuleType, problem: Problem, spec: Any, operands: StepOperands, seed: int, sms: int = 1
+    module: ModuleType,
+    problem: Problem,
+    options: Any,
+    operands: StepOperands,
+    seed: int,
+    sms: int = 1,
 ) -> str | None:
     """`run_step` against the reference: what disagrees, if anything."""
     expected = reference.step(problem, operands)
     compare.poison(operands)
-    run_step(module, problem, spec, operands, seed, sms)
+    run_step(module, problem, options, operands, seed, sms)
     return compare.check_step(problem, operands, expected)
 
 

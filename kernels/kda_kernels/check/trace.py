@@ -343,15 +343,15 @@ class VariantKernels:
     def _launch(self, problem: Problem, operands: Operands) -> None:
         align = isinstance(operands, CommitOperands) and operands.boundary_length is not None
         if (problem, align) not in self._compiled:
-            name, options = self._chosen[problem.kind]
+            name, given = self._chosen[problem.kind]
             module = variants.load(name)
-            spec = variants.make_spec(
-                name, {**options, **({"align": align} if name == "KdaCommit" else {})}
+            options = variants.make_options(
+                name, {**given, **({"align": align} if name == "KdaCommit" else {})}
             )
-            why = module.unsupported(problem, spec, self._gpu)
+            why = module.unsupported(problem, options, self._gpu)
             if why is not None:
                 raise ValueError(f"{name}: {why}")
-            self._compiled[problem, align] = module, module.compile(problem, spec, self._gpu)
+            self._compiled[problem, align] = module, module.compile(problem, options, self._gpu)
         module, compiled = self._compiled[problem, align]
         device = (
             operands.slots.device if isinstance(operands, StepOperands) else operands.source.device

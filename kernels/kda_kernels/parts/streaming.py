@@ -65,12 +65,12 @@ def taps_area(p: Any) -> Area:
     return Area(p.conv_dtype, (2, _CONVOLVING_THREADS, CONV_WIDTH + 1))
 
 
-def refused(problem: Problem, spec: Any, p: Any, gpu: Gpu) -> str | None:
-    """Why a plan of a spec with `window` and `most_items` can't run, or None."""
-    if spec.most_items is not None and spec.most_items < 1:
-        return f"most_items={spec.most_items} must be at least 1"
+def refused(problem: Problem, options: Any, p: Any, gpu: Gpu) -> str | None:
+    """Why a plan of options with `window` and `most_items` can't run, or None."""
+    if options.most_items is not None and options.most_items < 1:
+        return f"most_items={options.most_items} must be at least 1"
     return (
-        step.window_refused(problem, spec.window)
+        step.window_refused(problem, options.window)
         or step.gate_refused(problem, p.least_log_gate)
         or step.smem_refused(p.smem_bytes, min(SMEM_BYTES, gpu.smem_per_block))
     )

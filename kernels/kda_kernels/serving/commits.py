@@ -142,11 +142,11 @@ class CommitContext:
 
 def _form(problem: Problem, form: dict[str, Any], align: bool, gpu: Gpu) -> tuple[Any, Any]:
     """Module and compiled commit: KdaCommit, or stock where it is unsupported."""
-    for name, options in (("KdaCommit", {**form, "align": align}), ("stock", {})):
-        module, spec = variants.load(name), variants.make_spec(name, options)
-        why = module.unsupported(problem, spec, gpu)
+    for name, given in (("KdaCommit", {**form, "align": align}), ("stock", {})):
+        module, options = variants.load(name), variants.make_options(name, given)
+        why = module.unsupported(problem, options, gpu)
         if why is None:
-            return module, variants.compile_once(name, problem, spec, gpu)
+            return module, variants.compile_once(name, problem, options, gpu)
     raise ValueError(f"commit: {why}")
 
 

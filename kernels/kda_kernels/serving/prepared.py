@@ -67,7 +67,7 @@ class DefaultPolicy:
 class Row:
     """What `prepare` decided for a key.
 
-    options  the variant's Spec in full
+    options  the variant's options in full
     flush    what is pending is folded in before the step
     """
 
@@ -359,7 +359,7 @@ class PreparedKda:
             own = problem
             if choice.flush and problem.kind == "replay":
                 own = replace(problem, kind="record", pending=None)
-            spec, why = self._fit(choice, own, known, caches, gpu)
+            options, why = self._fit(choice, own, known, caches, gpu)
             if why is None:
                 break
             refused.append(f"{choice.variant}: {why}")
@@ -368,13 +368,13 @@ class PreparedKda:
         flushes = caches.pending is not None and own.kind != "replay"
         explanation = policy.explain(*where, streamable=streamable)
         reason = "; ".join((f"{explanation.rule} ({explanation.note})", *refused))
-        compiled = variants.compile_once(choice.variant, own, spec, gpu)
+        compiled = variants.compile_once(choice.variant, own, options, gpu)
         device = caches.state.device
         if isinstance(compiled, stock.Compiled) and device.type != "meta":
             scratch = device, own.rows
             if scratch not in compiled.scratch:
                 compiled.scratch[scratch] = stock.Scratch.allocate(own.rows, own.channels, device)
-        row = Row(key, choice.variant, variants.spec_dict(spec), reason, flushes)
+        row = Row(key, choice.variant, variants.options_dict(options), reason, flushes)
         return _Step(
             row, own.kind, own.rows, pitch, variants.load(choice.variant), compiled,
             replace(compiled, pdl=False) if getattr(compiled, "pdl", False) else compiled,
@@ -399,16 +399,16 @@ class PreparedKda:
     def _fit(
         self, choice: Choice, problem: Problem, known: Mapping[str, Any], caches: Caches, gpu: Gpu
     ) -> tuple[Any, str | None]:
-        """A choice's Spec here, and why it can't be taken, if so."""
+        """A choice's options here, and why it can't be taken, if so."""
         if choice.variant not in variants.NAMES:
             return None, "not in this version"
         declared = variants.declared(choice.variant)
         if STATE_DTYPE[caches.conv_state.dtype] not in declared.window_dtypes:
             return None, f"the convolution window is {caches.conv_state.dtype}"
-        spec = _spec(choice.variant, choice.options, known)
+        options = _options_of(choice.variant, choice.options, known)
         if declared.streams and not known["streamable"]:
-            return spec, "the step is not streamable"
-        return spec, variants.load(choice.variant).unsupported(problem, spec, gpu)
+            return options, "the step is not streamable"
+        return options, variants.load(choice.variant).unsupported(problem, options, gpu)
 
     def _load(self, step: _Step, caches: Caches) -> None:
         """Run the step with null requests alone: loads its binary, or has Triton compile, and
@@ -451,11 +451,11 @@ def _problem(
     )
 
 
-def _spec(variant: str, options: Mapping[str, Any], known: Mapping[str, Any]) -> Any:
+def _options_of(variant: str, options: Mapping[str, Any], known: Mapping[str, Any]) -> Any:
     """The policy's options, with what the weights and caches say wherever the variant has such a
     choice."""
     names = variants.declared(variant).options
     given = {name: value for name, value in options.items() if not (name == "pdl" and not value)}
-    return variants.make_spec(
+    return variants.make_options(
         variant, given | {name: value for name, value in known.items() if name in names}
     )

@@ -77,24 +77,24 @@ _TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
 @dataclass(frozen=True)
-class Spec:
+class Options:
     """Compile-time choices of the verify and commit kernels."""
 
     value_tile: int = 32  # state rows of one program
     num_warps: int = 4
 
 
-def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
+def unsupported(problem: Problem, options: Options, gpu: Gpu) -> str | None:
     """Why this pair can't run, or None. Pure: no CUDA."""
     if problem.kind == "replay":
         return "kind replay: the stock chain flushes pending tokens, then records"
-    if spec.value_tile not in _TILES:
-        return f"value_tile={spec.value_tile} is not one of {', '.join(map(str, _TILES))}"
-    if spec.num_warps not in (1, 2, 4, 8):
-        return f"num_warps={spec.num_warps} is not 1, 2, 4 or 8"
-    per_thread = spec.value_tile * HEAD_DIM // (32 * spec.num_warps)
+    if options.value_tile not in _TILES:
+        return f"value_tile={options.value_tile} is not one of {', '.join(map(str, _TILES))}"
+    if options.num_warps not in (1, 2, 4, 8):
+        return f"num_warps={options.num_warps} is not 1, 2, 4 or 8"
+    per_thread = options.value_tile * HEAD_DIM // (32 * options.num_warps)
     if per_thread > _TILE_ELEMENTS_PER_THREAD:
-        return f"value_tile={spec.value_tile} over num_warps={spec.num_warps} is {per_thread} elements per thread"
+        return f"value_tile={options.value_tile} over num_warps={options.num_warps} is {per_thread} elements per thread"
     return None
 
 
@@ -126,17 +126,17 @@ class Compiled:
     """
 
     problem: Problem
-    spec: Spec
+    options: Options
     scratch: dict[tuple[torch.device, int], Scratch] = field(default_factory=dict)
 
 
-def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
+def compile(problem: Problem, options: Options, gpu: Gpu) -> Compiled:
     """Checks the pair; Triton itself compiles at the first launch. Raises ValueError if
     unsupported."""
-    reason = unsupported(problem, spec, gpu)
+    reason = unsupported(problem, options, gpu)
     if reason is not None:
         raise ValueError(reason)
-    return Compiled(problem, spec)
+    return Compiled(problem, options)
 
 
 def launch(compiled: Compiled, operands: Operands, stream: Any) -> None:
@@ -146,32 +146,32 @@ def launch(compiled: Compiled, operands: Operands, stream: Any) -> None:
     The first launch for a device and a number of rows compiles and allocates scratch buffers; those
     after it do neither, and can be captured in a graph.
     """
-    problem, spec = compiled.problem, compiled.spec
+    problem, options = compiled.problem, compiled.options
     if isinstance(operands, CommitOperands) is not problem.folds_only:
         raise ValueError(f"kind {problem.kind} does not take {type(operands).__name__}")
     if isinstance(operands, CommitOperands):
         with on_stream(stream, operands.source.device):
-            fold(operands, spec)
+            fold(operands, options)
         return
     key = operands.projected.device, operands.projected.shape[0]
     with on_stream(stream, key[0]):
         if key not in compiled.scratch:
             compiled.scratch[key] = Scratch.allocate(key[1], problem.channels, key[0])
-        step(operands, compiled.scratch[key], problem.tokens, spec)
+        step(operands, compiled.scratch[key], problem.tokens, options)
 
 
 def step(
     operands: StepOperands,
     scratch: Scratch,
     tokens: int,
-    spec: Spec | None = None,
+    options: Options | None = None,
     query_start_loc: Tensor | None = None,
 ) -> None:
     """The chain of one decode, spec (`accepted` given) or record step (`corrections` given) on the
     current stream."""
     if operands.pending is not None:
         raise ValueError("pending: the stock chain replays nothing; flush, then record")
-    o, spec = operands, spec or Spec()
+    o, options = operands, options or Options()
     convolve(
         o.projected, o.conv_weight, o.conv_bias, o.conv_state, o.slots, scratch.convolved, tokens, o.accepted,
         query_start_loc,
@@ -181,7 +181,7 @@ def step(
         scratch.convolved, scratch.raw_gates, o.projected, o.A_log, o.dt_bias, o.state, o.slots, o.out, tokens,
         accepted=o.accepted, query_start_loc=query_start_loc, corrections=o.corrections, key_gates=o.key_gates,
         record_rows=o.record_rows, update_state=o.record_rows is None, scale=o.scale, lower_bound=o.lower_bound,
-        spec=spec,
+        options=options,
     )  # fmt: skip
     normalize(
         o.out,
@@ -269,7 +269,7 @@ def verify(
     update_state: bool = True,
     scale: float = HEAD_DIM**-0.5,
     lower_bound: float | None = -5.0,
-    spec: Spec | None = None,
+    options: Options | None = None,
 ) -> None:
     """The recurrence: outputs before the norm into `attended` `[B, D]`, which null requests leave
     alone.
@@ -277,7 +277,7 @@ def verify(
     update_state   the state after token t goes to page slots[b, t]; else no page changes
     record_rows    with corrections and key_gates: what to record, and where
     """
-    spec = spec or Spec()
+    options = options or Options()
     rows, requests = _check_rows(projected, slots, tokens, accepted, query_start_loc)
     device = projected.device
     check_tensor("A_log", A_log, (None,), (torch.float32,), device)
@@ -300,15 +300,15 @@ def verify(
         _check_records(corrections, key_gates, record_rows, requests, heads, tokens, device)
     if rows == 0:
         return
-    kernels.stock_verify[(HEAD_DIM // spec.value_tile, requests, heads)](
+    kernels.stock_verify[(HEAD_DIM // options.value_tile, requests, heads)](
         convolved, raw_gates, projected, A_log, dt_bias, state, slots, accepted, query_start_loc,
         corrections, key_gates, record_rows, attended,
         projected.stride(0), channels, state.stride(0), slots.stride(0),
         0 if corrections is None else corrections.stride(0), 0 if key_gates is None else key_gates.stride(0),
         0 if corrections is None else corrections.shape[2], scale, 0.0 if lower_bound is None else lower_bound,
         TOKENS=tokens, SPEC=accepted is not None, RAGGED=query_start_loc is not None, UPDATE=update_state,
-        RECORD=record, BOUNDED=lower_bound is not None, V_TILE=spec.value_tile,
-        K_INNER=64 // state.element_size(), num_warps=spec.num_warps, enable_fp_fusion=True,
+        RECORD=record, BOUNDED=lower_bound is not None, V_TILE=options.value_tile,
+        K_INNER=64 // state.element_size(), num_warps=options.num_warps, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -344,9 +344,9 @@ def normalize(
     )  # fmt: skip
 
 
-def fold(operands: CommitOperands, spec: Spec | None = None) -> None:
+def fold(operands: CommitOperands, options: Options | None = None) -> None:
     """Commits every layer in one launch."""
-    o, spec = operands, spec or Spec()
+    o, options = operands, options or Options()
     layers, requests, device = len(o.states), o.source.shape[0], o.source.device
     if not layers:
         raise ValueError("states: no layers")
@@ -394,11 +394,11 @@ def fold(operands: CommitOperands, spec: Spec | None = None) -> None:
         raise ValueError(f"lower_bound={o.lower_bound} must be negative")
     if requests == 0:
         return
-    kernels.stock_fold[(HEAD_DIM // spec.value_tile * heads, requests, layers)](
+    kernels.stock_fold[(HEAD_DIM // options.value_tile * heads, requests, layers)](
         o.state_table, o.corrections_table, o.key_gates_table, o.A_log, o.dt_bias, o.source, o.length, o.destination,
         o.record_rows, o.boundary_length, o.boundary_slot, heads, tokens, o.lower_bound,
-        TOKENS=tokens, ALIGN=o.boundary_length is not None, STATE_DTYPE=_TRITON_DTYPE[dtype], V_TILE=spec.value_tile,
-        num_warps=spec.num_warps, enable_fp_fusion=True,
+        TOKENS=tokens, ALIGN=o.boundary_length is not None, STATE_DTYPE=_TRITON_DTYPE[dtype], V_TILE=options.value_tile,
+        num_warps=options.num_warps, enable_fp_fusion=True,
     )  # fmt: skip
 
 

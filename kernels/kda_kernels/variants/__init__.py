@@ -2,10 +2,10 @@
 
 KERNELS, KINDS, ...                 what it says about itself, in literals: `variants.contract`
 forms(kind, state_dtype)            options of each form of it that is another kernel, for `cases`
-Spec                                frozen dataclass of compile-time choices (and `pdl`, of a
+Options                             frozen dataclass of compile-time choices (and `pdl`, of a
                                     launch)
-unsupported(problem, spec, gpu)     why this pair can't run, or None; pure, no CUDA
-compile(problem, spec, gpu)         from shapes alone, works with no GPU
+unsupported(problem, options, gpu)  why this pair can't run, or None; pure, no CUDA
+compile(problem, options, gpu)      from shapes alone, works with no GPU
 launch(compiled, operands, stream)  enqueues once; allocates nothing, never synchronizes
 
 `_MODULES` is the registry: a new variant is its file and a line there, at the end, so that figures
@@ -87,28 +87,28 @@ def load(name: str) -> ModuleType:
     return import_module(_module(name))
 
 
-def make_spec(name: str, choices: dict[str, Any]) -> Any:
-    """A variant's Spec from plain values; omitted fields keep their defaults. Raises ValueError for
+def make_options(name: str, given: dict[str, Any]) -> Any:
+    """A variant's Options from plain values; omitted fields keep their defaults. Raises ValueError for
     unknown fields."""
-    spec_type = load(name).Spec
-    known = [f.name for f in fields(spec_type)]
-    for key in choices:
+    options_type = load(name).Options
+    known = [f.name for f in fields(options_type)]
+    for key in given:
         if key not in known:
             raise ValueError(f"{name} has no option {key!r}; it has: {', '.join(known)}")
-    return spec_type(**choices)
+    return options_type(**given)
 
 
 _binaries: dict[Any, Any] = {}
 
 
 @cache
-def compile_once(name: str, problem: Problem, spec: Any, gpu: Gpu) -> Any:
+def compile_once(name: str, problem: Problem, options: Any, gpu: Gpu) -> Any:
     """A variant compiled: the same object for the same choices, and one binary where they are
     equal, loaded once.
 
     Raises as the variant's `compile` does.
     """
-    compiled = load(name).compile(problem, spec, gpu)
+    compiled = load(name).compile(problem, options, gpu)
     binary = getattr(compiled, "binary", None)
     return (
         compiled
@@ -117,8 +117,8 @@ def compile_once(name: str, problem: Problem, spec: Any, gpu: Gpu) -> Any:
     )
 
 
-def spec_dict(spec: Any) -> dict[str, Any]:
-    return asdict(spec)
+def options_dict(options: Any) -> dict[str, Any]:
+    return asdict(options)
 
 
 def digest(name: str) -> str:
@@ -130,14 +130,14 @@ def digest(name: str) -> str:
     """
     module = load(name)
     if not declared(name).binaries:
-        said = launched_by([sources.path_of(m) for m in module.WRITTEN_IN]) | spec_dict(
-            module.Spec()
+        said = launched_by([sources.path_of(m) for m in module.WRITTEN_IN]) | options_dict(
+            module.Options()
         )
         return "sha256:" + hashlib.sha256(repr(sorted(said.items())).encode()).hexdigest()
     return sources.digest(sources.behind(module.__name__))
 
 
-_DESCRIBING = {"Spec", "forms", "more_cases", "unsupported"}
+_DESCRIBING = {"Options", "forms", "more_cases", "unsupported"}
 
 
 def launched_by(paths: Sequence[Path]) -> dict[str, str]:

@@ -10,7 +10,7 @@ source, length, destination, record_rows, boundary_length, boundary_slot   [R]  
 
     S_n = S_0 * e^{L_n} + sum_{t<n} u_t (k^_t e^{L_n - L_t})
 
-Two kernels, both with CTAs of 128 threads, by where pages wait (`Spec.source`):
+Two kernels, both with CTAs of 128 threads, by where pages wait (`Options.source`):
   ring               `commit_ring`: a CTA has some heads of a request, whose pages pass through two
                      stages
   bulk, registers    `commit_rows`: a CTA has some rows of a page, and loads all at once
@@ -82,7 +82,7 @@ tests/kernels/test_commit.py asks of each.
 
 
 @dataclass(frozen=True)
-class Spec:
+class Options:
     """Compile-time choices, and two of the launch.
 
     store          direct: results go to global memory from registers; bulk: in place, then out by a
@@ -112,7 +112,7 @@ class Spec:
 @dataclass(frozen=True)
 class Compiled:
     binary: cubin.Binary
-    spec: Spec
+    options: Options
     plan: Plan
 
     @property
@@ -125,49 +125,49 @@ def heads_of_cta(heads: int, heads_per_cta: int) -> int:
     return gcd(heads, heads_per_cta)
 
 
-def most_ctas(state_dtype: StateDtype, spec: Spec) -> int:
+def most_ctas(state_dtype: StateDtype, options: Options) -> int:
     """CTAs of an SM that a kernel can be compiled for: all fit and none spills."""
-    if spec.source == "ring":
+    if options.source == "ring":
         return CTAS_PER_SM
-    most = _MOST_CTAS[spec.source, spec.rows_per_cta, spec.columns]
-    return most[2 * (state_dtype == "fp32") + spec.align]
+    most = _MOST_CTAS[options.source, options.rows_per_cta, options.columns]
+    return most[2 * (state_dtype == "fp32") + options.align]
 
 
-def plan(problem: Problem, spec: Spec) -> Plan:
+def plan(problem: Problem, options: Options) -> Plan:
     dtype = problem.state_dtype
     return Plan(
         state_dtype=dtype,
-        store=spec.store,
-        align=spec.align,
-        source=spec.source,
-        rows_per_cta=spec.rows_per_cta,
-        columns=spec.columns,
-        ctas_per_sm=spec.ctas_per_sm or most_ctas(dtype, spec),
-        hints=spec.hints,
+        store=options.store,
+        align=options.align,
+        source=options.source,
+        rows_per_cta=options.rows_per_cta,
+        columns=options.columns,
+        ctas_per_sm=options.ctas_per_sm or most_ctas(dtype, options),
+        hints=options.hints,
     )
 
 
-def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
+def unsupported(problem: Problem, options: Options, gpu: Gpu) -> str | None:
     """Why this pair can't run, or None. Pure: no CUDA."""
     if not problem.folds_only:
         return f"kind={problem.kind}: only commit and flush"
-    if why := step.not_allowed([("store", spec.store, ("direct", "bulk"))]):
+    if why := step.not_allowed([("store", options.store, ("direct", "bulk"))]):
         return why
-    if spec.heads_per_cta < 1:
-        return f"heads_per_cta={spec.heads_per_cta} must be >= 1"
-    if why := _source_refused(problem.state_dtype, spec):
+    if options.heads_per_cta < 1:
+        return f"heads_per_cta={options.heads_per_cta} must be >= 1"
+    if why := _source_refused(problem.state_dtype, options):
         return why
-    if spec.align and problem.kind == "flush":
+    if options.align and problem.kind == "flush":
         return "align: a flush has no block boundary"
     if max(problem.requests, problem.layers) > 65_535:
         return f"requests={problem.requests}, layers={problem.layers}: the grid takes at most 65535 of each"
     return None
 
 
-def _source_refused(state_dtype: StateDtype, spec: Spec) -> str | None:
+def _source_refused(state_dtype: StateDtype, options: Options) -> str | None:
     """Why a source can't have the other choices, or None."""
-    if spec.source == "ring":
-        if (spec.rows_per_cta, spec.columns, spec.ctas_per_sm, spec.hints) != (
+    if options.source == "ring":
+        if (options.rows_per_cta, options.columns, options.ctas_per_sm, options.hints) != (
             HEAD_DIM,
             8,
             0,
@@ -175,31 +175,31 @@ def _source_refused(state_dtype: StateDtype, spec: Spec) -> str | None:
         ):
             return f"source=ring has rows_per_cta={HEAD_DIM}, columns=8, ctas_per_sm=0 and no hints"
         return None
-    if why := step.not_allowed([("source", spec.source, ("ring", "bulk", "registers"))]):
+    if why := step.not_allowed([("source", options.source, ("ring", "bulk", "registers"))]):
         return why
-    if (spec.store, spec.heads_per_cta) != ("direct", 1):
-        return f"source={spec.source} has store=direct and heads_per_cta=1, not {spec.store} and {spec.heads_per_cta}"
-    if (spec.source, spec.rows_per_cta, spec.columns) not in _MOST_CTAS:
-        return f"rows_per_cta={spec.rows_per_cta}, columns={spec.columns}: takes 32, 64, {HEAD_DIM} and 4, 8"
-    most = most_ctas(state_dtype, spec)
-    if not 0 <= spec.ctas_per_sm <= most:
-        return f"ctas_per_sm={spec.ctas_per_sm} is not within 0..{most}: more don't fit or spill"
+    if (options.store, options.heads_per_cta) != ("direct", 1):
+        return f"source={options.source} has store=direct and heads_per_cta=1, not {options.store} and {options.heads_per_cta}"
+    if (options.source, options.rows_per_cta, options.columns) not in _MOST_CTAS:
+        return f"rows_per_cta={options.rows_per_cta}, columns={options.columns}: takes 32, 64, {HEAD_DIM} and 4, 8"
+    most = most_ctas(state_dtype, options)
+    if not 0 <= options.ctas_per_sm <= most:
+        return f"ctas_per_sm={options.ctas_per_sm} is not within 0..{most}: more don't fit or spill"
     return None
 
 
-def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
+def compile(problem: Problem, options: Options, gpu: Gpu) -> Compiled:
     """From shapes alone; one binary serves every size. Raises ValueError for unsupported pairs."""
-    step.require("KdaCommit", unsupported(problem, spec, gpu))
-    p = plan(problem, spec)
+    step.require("KdaCommit", unsupported(problem, options, gpu))
+    p = plan(problem, options)
     binary = cubin.build(
-        commit_ring.HOST if spec.source == "ring" else commit_rows.HOST,
+        commit_ring.HOST if options.source == "ring" else commit_rows.HOST,
         lambda: (commit_fold.placeholder(), p),
         arch=gpu.arch,
         threads=p.threads,
         cluster=1,
         choices=p,
     )
-    return Compiled(binary, spec, p)
+    return Compiled(binary, options, p)
 
 
 def launch(compiled: Compiled, operands: CommitOperands, stream: int) -> None:
@@ -209,9 +209,9 @@ def launch(compiled: Compiled, operands: CommitOperands, stream: int) -> None:
     Row and slot strides must be multiples of 16 bytes.
     """
     _check(compiled, operands)
-    o, spec, p = operands, compiled.spec, compiled.plan
+    o, options, p = operands, compiled.options, compiled.plan
     heads, tokens = o.corrections[0].shape[1], o.corrections[0].shape[2]
-    chunk = heads_of_cta(heads, spec.heads_per_cta)
+    chunk = heads_of_cta(heads, options.heads_per_cta)
     values = commit_fold.Arguments(
         state_table=o.state_table.data_ptr(),
         corrections_table=o.corrections_table.data_ptr(),
@@ -230,12 +230,12 @@ def launch(compiled: Compiled, operands: CommitOperands, stream: int) -> None:
         lower_bound=o.lower_bound,
     )
     grid = (heads // chunk * p.parts, o.source.shape[0], len(o.states))
-    cubin.launcher(compiled.binary).launch(grid, tuple(values), stream, spec.pdl)
+    cubin.launcher(compiled.binary).launch(grid, tuple(values), stream, options.pdl)
 
 
 def _check(compiled: Compiled, operands: CommitOperands) -> None:
     """Raises ValueError for operands that a compiled kernel can't take."""
-    spec, p = compiled.spec, compiled.plan
+    options, p = compiled.options, compiled.plan
     state, corrections, key_gates = (
         operands.states[0],
         operands.corrections[0],
@@ -243,9 +243,11 @@ def _check(compiled: Compiled, operands: CommitOperands) -> None:
     )
     if state.element_size() != p.item_bytes:
         raise ValueError(f"states are {state.dtype}, the kernel was compiled for {p.state_dtype}")
-    if spec.align != (operands.boundary_slot is not None and operands.boundary_length is not None):
+    if options.align != (
+        operands.boundary_slot is not None and operands.boundary_length is not None
+    ):
         raise ValueError(
-            f"align={spec.align} must match whether boundary_length and boundary_slot are given"
+            f"align={options.align} must match whether boundary_length and boundary_slot are given"
         )
     for name, tensor in (("states", state), ("corrections", corrections), ("key_gates", key_gates)):
         if tensor.stride(0) * tensor.element_size() % 16:

@@ -16,7 +16,7 @@ REQUESTS       with which its forms are verified, in every usual head count
 TRIED          option -> values that a tuner tries; of flags and words all, unless they are listed
 GIVEN          options that operands or the wanted precision decide, not speed: no tuner tries them
 
-Of the class `Spec` it reads names, types and defaults of the options. Others look at some options,
+Of the class `Options` it reads names, types and defaults of the options. Others look at some options,
 so these mean the same wherever they occur:
 
 split              CTAs that share an item. Sweeps measure where waves of them end, and figures show
@@ -60,7 +60,7 @@ requests, which serve what no threshold takes; the variant of `stock_items` is a
 
 @dataclass(frozen=True)
 class Option:
-    """A field of a Spec. values: all that it can have, of flags and words; empty of what counts"""
+    """A field of an Options class. values: all that it can have, of flags and words; empty of what counts"""
 
     type: type
     default: Value
@@ -69,7 +69,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a variant declares; the module's docstring explains each name. options: of its Spec, in
+    """What a variant declares; the module's docstring explains each name. options: of its Options, in
     order"""
 
     kernels: tuple[str, ...]
@@ -85,7 +85,7 @@ class Declaration:
 
     @property
     def defaults(self) -> dict[str, Value]:
-        """A Spec of nothing but defaults, as plain values."""
+        """Options of nothing but defaults, as plain values."""
         return {name: option.default for name, option in self.options.items()}
 
     def values_to_try(self, option: str) -> tuple[Value, ...]:
@@ -110,20 +110,20 @@ def read(path: Path) -> Declaration:
         match node:
             case ast.Assign(targets=[ast.Name(id=name)], value=value) if name in _NAMES:
                 said[name] = _literal(value, f"{path}: {name}")
-            case ast.ClassDef(name="Spec", body=members):
+            case ast.ClassDef(name="Options", body=members):
                 fields_ = [member for member in members if isinstance(member, ast.AnnAssign)]
-                options = {ast.unparse(f.target): _option(f, f"{path}: Spec") for f in fields_}
+                options = {ast.unparse(f.target): _option(f, f"{path}: Options") for f in fields_}
     if options is None:
-        raise ValueError(f"{path}: Spec: missing")
+        raise ValueError(f"{path}: Options: missing")
     return _checked(said, options, str(path))
 
 
 def of_module(module: ModuleType) -> Declaration:
     """The same of an imported module. Raises ValueError as `read` does."""
-    hints = get_type_hints(module.Spec)
-    assert is_dataclass(module.Spec)
+    hints = get_type_hints(module.Options)
+    assert is_dataclass(module.Options)
     options = {}
-    for f in fields(module.Spec):
+    for f in fields(module.Options):
         first, *others = get_args(hints[f.name]) or (hints[f.name],)
         words = get_args(first) or (() if isinstance(first, type) else (first, *others))
         kind = type(words[0]) if words else first

@@ -68,7 +68,7 @@ _FEWEST_LINES = 2
 
 
 @dataclass(frozen=True)
-class Spec:
+class Options:
     """Compile-time choices, and `pdl` of the launch.
 
     split              CTAs per item
@@ -116,61 +116,61 @@ class Spec:
 Plan = fused_cluster.Plan | fused_lines.Plan
 
 
-def plan(problem: Problem, spec: Spec) -> Plan:
-    layout, window = arguments.window_rules(problem, spec.streamable, spec.window)
+def plan(problem: Problem, options: Options) -> Plan:
+    layout, window = arguments.window_rules(problem, options.streamable, options.window)
     common: dict[str, Any] = {
         "tokens": problem.tokens,
         "state_dtype": problem.state_dtype,
-        "threads": spec.threads,
+        "threads": options.threads,
         "layout": layout,
         "window": window,
-        "streamable": spec.streamable,
-        "weight_dtype": spec.conv_weight_dtype,
+        "streamable": options.streamable,
+        "weight_dtype": options.conv_weight_dtype,
         "terms": 2,
         "kind": problem.kind,
-        "gate_mode": spec.gate_mode,
+        "gate_mode": options.gate_mode,
         "gate_bytes": 16,
-        "records": spec.records,
-        "stream_stores": spec.stream_stores,
+        "records": options.records,
+        "stream_stores": options.stream_stores,
     }
-    if spec.source == "shared":
-        ctas = spec.ctas_per_sm or 2
+    if options.source == "shared":
+        ctas = options.ctas_per_sm or 2
         room = range(4, _FEWEST_LINES - 1, -1)
         plans = [fused_lines.Plan(**common, staged=staged, ctas_per_sm=ctas) for staged in room]
         return next((p for p in plans if p.fits), plans[-1])
     return fused_cluster.Plan(
         **common,
-        split=spec.split,
-        fold=spec.fold,
-        state_first=spec.state_first,
-        bypass_l1=spec.bypass_l1,
-        asked_ctas=spec.ctas_per_sm,
+        split=options.split,
+        fold=options.fold,
+        state_first=options.state_first,
+        bypass_l1=options.bypass_l1,
+        asked_ctas=options.ctas_per_sm,
     )
 
 
-def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
+def unsupported(problem: Problem, options: Options, gpu: Gpu) -> str | None:
     """Why this pair can't run, or None. Pure: no CUDA."""
     if problem.kind != "replay":
         return f"kind={problem.kind}: only replay"
     if problem.state_dtype != "fp32":
         return f"state_dtype={problem.state_dtype}: deferred steps keep an FP32 state"
-    threads = (256, 288, 320) if spec.source == "shared" else (128, 256)
+    threads = (256, 288, 320) if options.source == "shared" else (128, 256)
     refused = step.not_allowed(
         (
-            ("split", spec.split, prologue.SPLITS),
-            ("source", spec.source, ("registers", "shared")),
-            ("threads", spec.threads, threads),
-            ("gate_mode", spec.gate_mode, (0, 1)),
-            ("fold", spec.fold, ("early", "late")),
-            ("records", spec.records, ("all", "pending")),
-            ("conv_weight_dtype", spec.conv_weight_dtype, ("fp32", "bf16")),
+            ("split", options.split, prologue.SPLITS),
+            ("source", options.source, ("registers", "shared")),
+            ("threads", options.threads, threads),
+            ("gate_mode", options.gate_mode, (0, 1)),
+            ("fold", options.fold, ("early", "late")),
+            ("records", options.records, ("all", "pending")),
+            ("conv_weight_dtype", options.conv_weight_dtype, ("fp32", "bf16")),
         )
     )
-    refused = refused or _combination_refused(problem, spec)
-    refused = refused or step.window_refused(problem, spec.window) or step.grid_refused(problem)
+    refused = refused or _combination_refused(problem, options)
+    refused = refused or step.window_refused(problem, options.window) or step.grid_refused(problem)
     if refused is not None:
         return refused
-    p = plan(problem, spec)
+    p = plan(problem, options)
     if isinstance(p, fused_lines.Plan) and not p.fits:
         return (
             f"{p.smem_bytes} bytes of shared memory leave no room for ctas_per_sm={p.ctas_per_sm}"
@@ -180,28 +180,30 @@ def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
     )
 
 
-def _combination_refused(problem: Problem, spec: Spec) -> str | None:
+def _combination_refused(problem: Problem, options: Options) -> str | None:
     """Why choices that are allowed each don't go together, or None."""
-    if spec.split == 1 and spec.threads < 256:
-        return f"split=1 threads={spec.threads}: 128 rows take 256 threads"
-    if not 0 <= spec.ctas_per_sm <= 8:
-        return f"ctas_per_sm={spec.ctas_per_sm} must lie in 0..8"
-    if spec.source == "shared":
-        if spec.split > 1 or spec.fold == "early" or spec.state_first or spec.bypass_l1:
+    if options.split == 1 and options.threads < 256:
+        return f"split=1 threads={options.threads}: 128 rows take 256 threads"
+    if not 0 <= options.ctas_per_sm <= 8:
+        return f"ctas_per_sm={options.ctas_per_sm} must lie in 0..8"
+    if options.source == "shared":
+        if options.split > 1 or options.fold == "early" or options.state_first or options.bypass_l1:
             return "source=shared takes split=1, fold=late, state_first=False, bypass_l1=False"
-        most = 3 if spec.threads == 256 or (spec.threads == 288 and problem.tokens <= 4) else 2
-        if spec.ctas_per_sm > most:
-            asked = f"threads={spec.threads} ctas_per_sm={spec.ctas_per_sm}"
+        most = (
+            3 if options.threads == 256 or (options.threads == 288 and problem.tokens <= 4) else 2
+        )
+        if options.ctas_per_sm > most:
+            asked = f"threads={options.threads} ctas_per_sm={options.ctas_per_sm}"
             return f"{asked}: too few registers for {problem.tokens} tokens"
     return None
 
 
-def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
+def compile(problem: Problem, options: Options, gpu: Gpu) -> Compiled:
     """From shapes alone; one binary serves all heads, requests and strides. Raises ValueError for
     unsupported pairs."""
-    step.require("KdaFused", unsupported(problem, spec, gpu))
-    host = fused_lines.HOST if spec.source == "shared" else fused_cluster.HOST
-    return step.build(host, plan(problem, spec).on(gpu), spec, gpu)
+    step.require("KdaFused", unsupported(problem, options, gpu))
+    host = fused_lines.HOST if options.source == "shared" else fused_cluster.HOST
+    return step.build(host, plan(problem, options).on(gpu), options, gpu)
 
 
 def launch(compiled: Compiled, operands: StepOperands, stream: int) -> None:

@@ -83,7 +83,7 @@ arch = cute.arch
 
 
 @dataclass(frozen=True)
-class Spec:
+class Options:
     """Compile-time choices; `most_items` and `pdl` are of the launch.
 
     gate_mode          0: one chain of 8 tensor-core accumulations; 1: four chains of 2, summed in
@@ -173,8 +173,8 @@ class Plan(fold.Shape):
         return smem.total(self.areas)
 
 
-def plan(problem: Problem, spec: Spec) -> Plan:
-    layout, window = arguments.window_rules(problem, True, spec.window)
+def plan(problem: Problem, options: Options) -> Plan:
+    layout, window = arguments.window_rules(problem, True, options.window)
     p = Plan(
         tokens=problem.tokens,
         state_dtype=problem.state_dtype,
@@ -182,42 +182,44 @@ def plan(problem: Problem, spec: Spec) -> Plan:
         layout=layout,
         window=window,
         streamable=True,
-        weight_dtype=spec.conv_weight_dtype,
+        weight_dtype=options.conv_weight_dtype,
         terms=2,
         kind=problem.kind,
-        gate_mode=spec.gate_mode,
-        records=spec.records,
-        stream_stores=spec.stream_stores,
+        gate_mode=options.gate_mode,
+        records=options.records,
+        stream_stores=options.stream_stores,
         staged=_FEWEST_LINES,
-        ahead=spec.ahead,
+        ahead=options.ahead,
     )
-    room = (spec.staged,) if spec.staged is not None else range(p.lines, _FEWEST_LINES - 1, -1)
+    room = (
+        (options.staged,) if options.staged is not None else range(p.lines, _FEWEST_LINES - 1, -1)
+    )
     plans = [replace(p, staged=staged) for staged in room]
     return next((p for p in plans if p.smem_bytes <= streaming.SMEM_BYTES), plans[-1])
 
 
-def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
+def unsupported(problem: Problem, options: Options, gpu: Gpu) -> str | None:
     """Why this pair can't run, or None. Pure: no CUDA."""
     if problem.kind != "replay":
         return f"kind={problem.kind}: only replay"
     if problem.state_dtype != "fp32":
         return f"state_dtype={problem.state_dtype}: deferred steps keep an FP32 state"
     choices = (
-        ("gate_mode", spec.gate_mode, (0, 1)),
-        ("staged", spec.staged, (None, 2, 3, 4)),
-        ("records", spec.records, ("all", "pending")),
-        ("conv_weight_dtype", spec.conv_weight_dtype, ("fp32", "bf16")),
+        ("gate_mode", options.gate_mode, (0, 1)),
+        ("staged", options.staged, (None, 2, 3, 4)),
+        ("records", options.records, ("all", "pending")),
+        ("conv_weight_dtype", options.conv_weight_dtype, ("fp32", "bf16")),
     )
     if why := step.not_allowed(choices):
         return why
-    return streaming.refused(problem, spec, plan(problem, spec), gpu)
+    return streaming.refused(problem, options, plan(problem, options), gpu)
 
 
-def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
+def compile(problem: Problem, options: Options, gpu: Gpu) -> Compiled:
     """From shapes alone; one binary serves all heads, requests and strides. Raises ValueError for
     unsupported pairs."""
-    step.require("KdaFusedWS", unsupported(problem, spec, gpu))
-    return step.build(_HOST, plan(problem, spec), spec, gpu)
+    step.require("KdaFusedWS", unsupported(problem, options, gpu))
+    return step.build(_HOST, plan(problem, options), options, gpu)
 
 
 def launch(compiled: Compiled, operands: StepOperands, stream: int) -> None:

@@ -95,7 +95,7 @@ def more_cases(name: str, purpose: str) -> list[Case]:
 
 
 @dataclass(frozen=True)
-class Spec:
+class Options:
     """Compile-time choices, and `pdl` of the launch.
 
     split              CTAs per item
@@ -137,70 +137,70 @@ class Spec:
     pdl: bool = False
 
 
-def plan(problem: Problem, spec: Spec) -> split_recurrence.Plan | split_chunked.Plan:
-    layout, window = arguments.window_rules(problem, spec.streamable, spec.window)
+def plan(problem: Problem, options: Options) -> split_recurrence.Plan | split_chunked.Plan:
+    layout, window = arguments.window_rules(problem, options.streamable, options.window)
     of_both: dict[str, Any] = {
         "kind": problem.kind,
         "tokens": problem.tokens,
         "state_dtype": problem.state_dtype,
-        "threads": spec.threads,
+        "threads": options.threads,
         "layout": layout,
         "window": window,
-        "streamable": spec.streamable,
-        "weight_dtype": spec.conv_weight_dtype,
-        "gate_mode": spec.gate_mode,
-        "split": spec.split,
-        "hints": spec.stream_hints,
-        "late": spec.state_late,
-        "chained": spec.pdl,
-        "spin": spec.spin,
+        "streamable": options.streamable,
+        "weight_dtype": options.conv_weight_dtype,
+        "gate_mode": options.gate_mode,
+        "split": options.split,
+        "hints": options.stream_hints,
+        "late": options.state_late,
+        "chained": options.pdl,
+        "spin": options.spin,
     }
-    if spec.form == "chunked":
+    if options.form == "chunked":
         return split_chunked.Plan(
-            **of_both, terms=2 if problem.state_dtype == "fp32" else spec.terms
+            **of_both, terms=2 if problem.state_dtype == "fp32" else options.terms
         )
     return split_recurrence.Plan(
-        **of_both, lanes=spec.lanes_per_row, staging=spec.staging, evict=spec.evict
+        **of_both, lanes=options.lanes_per_row, staging=options.staging, evict=options.evict
     )
 
 
-def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
+def unsupported(problem: Problem, options: Options, gpu: Gpu) -> str | None:
     """Why this pair can't run, or None. Pure: no CUDA."""
     if problem.kind not in ("decode", "spec", "record"):
         return f"kind={problem.kind}: only decode, spec and record"
     choices = (
-        ("split", spec.split, prologue.SPLITS),
-        ("threads", spec.threads, (128, 256, 512)),
-        ("lanes_per_row", spec.lanes_per_row, (8, 16, 32)),
-        ("staging", spec.staging, ("registers", "shared")),
-        ("gate_mode", spec.gate_mode, (0, 1, 2)),
-        ("conv_weight_dtype", spec.conv_weight_dtype, ("fp32", "bf16")),
-        ("form", spec.form, ("recurrence", "chunked")),
-        ("terms", spec.terms, (1, 2)),
+        ("split", options.split, prologue.SPLITS),
+        ("threads", options.threads, (128, 256, 512)),
+        ("lanes_per_row", options.lanes_per_row, (8, 16, 32)),
+        ("staging", options.staging, ("registers", "shared")),
+        ("gate_mode", options.gate_mode, (0, 1, 2)),
+        ("conv_weight_dtype", options.conv_weight_dtype, ("fp32", "bf16")),
+        ("form", options.form, ("recurrence", "chunked")),
+        ("terms", options.terms, (1, 2)),
     )
     if why := step.not_allowed(choices):
         return why
-    if spec.evict and spec.staging != "shared":
+    if options.evict and options.staging != "shared":
         return "evict: only with staging=shared"
-    if spec.spin and spec.split == 1:
+    if options.spin and options.split == 1:
         return "spin: only with split > 1"
-    if spec.terms == 1 and (spec.form != "chunked" or problem.state_dtype != "bf16"):
+    if options.terms == 1 and (options.form != "chunked" or problem.state_dtype != "bf16"):
         return "terms=1: only for BF16 state in form chunked"
-    if spec.form == "chunked" and spec.staging != "registers":
-        return f"staging={spec.staging!r}: form=chunked takes registers"
-    if why := step.window_refused(problem, spec.window) or step.grid_refused(problem):
+    if options.form == "chunked" and options.staging != "registers":
+        return f"staging={options.staging!r}: form=chunked takes registers"
+    if why := step.window_refused(problem, options.window) or step.grid_refused(problem):
         return why
-    p = plan(problem, spec)
+    p = plan(problem, options)
     if why := p.refused(gpu) or step.gate_refused(problem, p.least_log_gate):
         return why
     return step.smem_refused(p.smem_bytes, gpu.smem_per_block)
 
 
-def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
+def compile(problem: Problem, options: Options, gpu: Gpu) -> Compiled:
     """From shapes alone; one binary serves all heads, requests and strides. Raises ValueError for
     unsupported pairs."""
-    step.require("KdaSplit", unsupported(problem, spec, gpu))
-    return step.build(_HOSTS[spec.form], plan(problem, spec), spec, gpu)
+    step.require("KdaSplit", unsupported(problem, options, gpu))
+    return step.build(_HOSTS[options.form], plan(problem, options), options, gpu)
 
 
 def launch(compiled: Compiled, operands: StepOperands, stream: int) -> None:

@@ -83,7 +83,7 @@ arch = cute.arch
 
 
 @dataclass(frozen=True)
-class Spec:
+class Options:
     """Compile-time choices; `most_items` and `pdl` are of the launch.
 
     gate_mode          0: one chain of 8 tensor-core accumulations; 1: four chains of 2, summed in
@@ -206,8 +206,8 @@ def _step_areas(p: Plan) -> dict[str, Area]:
     }
 
 
-def plan(problem: Problem, spec: Spec) -> Plan:
-    layout, window = arguments.window_rules(problem, True, spec.window)
+def plan(problem: Problem, options: Options) -> Plan:
+    layout, window = arguments.window_rules(problem, True, options.window)
     record = problem.kind == "record"
     p = Plan(
         tokens=problem.tokens,
@@ -216,43 +216,47 @@ def plan(problem: Problem, spec: Spec) -> Plan:
         layout=layout,
         window=window,
         streamable=True,
-        weight_dtype=spec.conv_weight_dtype,
-        terms=spec.terms if record and problem.state_dtype == "bf16" else 2,
+        weight_dtype=options.conv_weight_dtype,
+        terms=options.terms if record and problem.state_dtype == "bf16" else 2,
         kind=problem.kind,
-        gate_mode=spec.gate_mode,
+        gate_mode=options.gate_mode,
         stages=1,
         taps_shared=False,
-        ahead=spec.ahead,
-        evict=spec.evict,
-        hints=spec.stream_hints and not record,
+        ahead=options.ahead,
+        evict=options.evict,
+        hints=options.stream_hints and not record,
     )
     stages = (
-        (spec.stages,) if spec.stages is not None else (2,) if problem.kind == "decode" else (2, 1)
+        (options.stages,)
+        if options.stages is not None
+        else (2,)
+        if problem.kind == "decode"
+        else (2, 1)
     )
     plans = [replace(p, stages=n, taps_shared=shared) for n in stages for shared in (True, False)]
     return next((p for p in plans if p.smem_bytes <= streaming.SMEM_BYTES), plans[-1])
 
 
-def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
+def unsupported(problem: Problem, options: Options, gpu: Gpu) -> str | None:
     """Why this pair can't run, or None. Pure: no CUDA."""
     if problem.kind not in ("decode", "spec", "record"):
         return f"kind={problem.kind}: only decode, spec and record"
     choices = (
-        ("gate_mode", spec.gate_mode, (0, 1)),
-        ("terms", spec.terms, (1, 2)),
-        ("stages", spec.stages, (None, 2) if problem.kind == "decode" else (None, 1, 2)),
-        ("conv_weight_dtype", spec.conv_weight_dtype, ("fp32", "bf16")),
+        ("gate_mode", options.gate_mode, (0, 1)),
+        ("terms", options.terms, (1, 2)),
+        ("stages", options.stages, (None, 2) if problem.kind == "decode" else (None, 1, 2)),
+        ("conv_weight_dtype", options.conv_weight_dtype, ("fp32", "bf16")),
     )
     if why := step.not_allowed(choices):
         return why
-    return streaming.refused(problem, spec, plan(problem, spec), gpu)
+    return streaming.refused(problem, options, plan(problem, options), gpu)
 
 
-def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
+def compile(problem: Problem, options: Options, gpu: Gpu) -> Compiled:
     """From shapes alone; one binary serves all heads, requests and strides. Raises ValueError for
     unsupported pairs."""
-    step.require("KdaStream", unsupported(problem, spec, gpu))
-    return step.build(_HOST, plan(problem, spec), spec, gpu)
+    step.require("KdaStream", unsupported(problem, options, gpu))
+    return step.build(_HOST, plan(problem, options), options, gpu)
 
 
 def launch(compiled: Compiled, operands: StepOperands, stream: int) -> None:

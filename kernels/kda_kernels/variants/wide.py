@@ -90,7 +90,7 @@ SMEM = cutlass.AddressSpace.smem
 
 
 @dataclass(frozen=True)
-class Spec:
+class Options:
     """Compile-time choices, and `pdl` of the launch.
 
     form               chunked: kind record; recurrence, token by token: the others
@@ -204,8 +204,8 @@ def _record_areas(p: Plan) -> dict[str, Area]:
 _OWN_AREAS = {"decode": _decode_areas, "spec": _spec_areas, "record": _record_areas}
 
 
-def plan(problem: Problem, spec: Spec) -> Plan:
-    layout, window = arguments.window_rules(problem, spec.streamable, spec.window)
+def plan(problem: Problem, options: Options) -> Plan:
+    layout, window = arguments.window_rules(problem, options.streamable, options.window)
 
     def with_room(staged: int, ctas: int) -> Plan:
         return Plan(
@@ -214,13 +214,13 @@ def plan(problem: Problem, spec: Spec) -> Plan:
             threads=_THREADS,
             layout=layout,
             window=window,
-            streamable=spec.streamable,
-            weight_dtype=spec.conv_weight_dtype,
-            terms=2 if problem.state_dtype == "fp32" or problem.kind != "record" else spec.terms,
+            streamable=options.streamable,
+            weight_dtype=options.conv_weight_dtype,
+            terms=2 if problem.state_dtype == "fp32" or problem.kind != "record" else options.terms,
             kind=problem.kind,
-            evict=spec.evict,
-            hints=spec.stream_hints and problem.kind != "record",
-            gate_mode=spec.gate_mode,
+            evict=options.evict,
+            hints=options.stream_hints and problem.kind != "record",
+            gate_mode=options.gate_mode,
             staged=staged,
             ctas_per_sm=ctas,
             # Sixteen spill at the registers of three or four CTAs per SM.
@@ -228,40 +228,42 @@ def plan(problem: Problem, spec: Spec) -> Plan:
         )
 
     lines = with_room(0, 1).lines
-    if spec.ctas is None:
-        ctas = range(most_ctas(problem, spec), 1, -1)
+    if options.ctas is None:
+        ctas = range(most_ctas(problem, options), 1, -1)
         return next((p for c in ctas if (p := with_room(lines, c)).fits), with_room(lines, 1))
     fewest = 2 if problem.kind == "record" else lines
-    plans = (with_room(staged, spec.ctas) for staged in range(lines, fewest, -1))
-    return next((p for p in plans if p.fits), with_room(fewest, spec.ctas))
+    plans = (with_room(staged, options.ctas) for staged in range(lines, fewest, -1))
+    return next((p for p in plans if p.fits), with_room(fewest, options.ctas))
 
 
-def most_ctas(problem: Problem, spec: Spec) -> int:
+def most_ctas(problem: Problem, options: Options) -> int:
     """CTAs per SM that a thread has enough registers for, on all targets."""
     if problem.kind == "record":
         return (
-            2 if (problem.state_dtype, spec.terms, problem.tokens) == ("bf16", 2, MAX_TOKENS) else 3
+            2
+            if (problem.state_dtype, options.terms, problem.tokens) == ("bf16", 2, MAX_TOKENS)
+            else 3
         )
     return 2 if problem.kind == "spec" else 4 if problem.state_dtype == "bf16" else 3
 
 
-def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
+def unsupported(problem: Problem, options: Options, gpu: Gpu) -> str | None:
     """Why this pair can't run, or None. Pure: no CUDA."""
     if problem.kind not in ("decode", "spec", "record"):
         return f"kind={problem.kind}: only decode, spec and record"
     form = "chunked" if problem.kind == "record" else "recurrence"
     for name, value, allowed in (
-        ("form", spec.form, (form,)),
-        ("gate_mode", spec.gate_mode, (0, 1)),
-        ("ctas", spec.ctas, (None, 1, 2, 3, 4)),
-        ("terms", spec.terms, (1, 2)),
-        ("conv_weight_dtype", spec.conv_weight_dtype, ("fp32", "bf16")),
+        ("form", options.form, (form,)),
+        ("gate_mode", options.gate_mode, (0, 1)),
+        ("ctas", options.ctas, (None, 1, 2, 3, 4)),
+        ("terms", options.terms, (1, 2)),
+        ("conv_weight_dtype", options.conv_weight_dtype, ("fp32", "bf16")),
     ):
         if value not in allowed:
             return f"{name}={value!r}: kind={problem.kind} takes {', '.join(map(str, allowed))}"
-    if why := step.window_refused(problem, spec.window) or step.grid_refused(problem):
+    if why := step.window_refused(problem, options.window) or step.grid_refused(problem):
         return why
-    p = plan(problem, spec)
+    p = plan(problem, options)
     if why := step.gate_refused(problem, p.least_log_gate):
         return why
     if not p.fits or p.smem_bytes > gpu.smem_per_block:
@@ -269,14 +271,14 @@ def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
     return None
 
 
-def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
+def compile(problem: Problem, options: Options, gpu: Gpu) -> Compiled:
     """From shapes alone; one binary serves all heads, requests and strides. Raises ValueError for
     unsupported pairs."""
-    step.require("KdaWide", unsupported(problem, spec, gpu))
-    p = plan(problem, spec)
+    step.require("KdaWide", unsupported(problem, options, gpu))
+    p = plan(problem, options)
     if _few_registers(p, gpu):
         p = replace(p, gate_bytes=8)
-    return step.build(_HOSTS[p.kind], p, spec, gpu)
+    return step.build(_HOSTS[p.kind], p, options, gpu)
 
 
 def _few_registers(p: Plan, gpu: Gpu) -> bool:

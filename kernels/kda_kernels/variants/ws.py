@@ -88,7 +88,7 @@ arch = cute.arch
 
 
 @dataclass(frozen=True)
-class Spec:
+class Options:
     """Compile-time choices, and `pdl` of the launch.
 
     gate_mode          0: one chain of 8 tensor-core accumulations; 1: four chains of 2, summed in
@@ -106,10 +106,10 @@ class Spec:
     pdl: bool = False
 
 
-def plan(problem: Problem, spec: Spec, gpu: Gpu) -> Plan:
+def plan(problem: Problem, options: Options, gpu: Gpu) -> Plan:
     """As many stages of state as fit (at least 2), up to 192 KiB, for record 128 KiB; of results 2
     if they fit."""
-    layout, window = arguments.window_rules(problem, streamable=True, entries=spec.window)
+    layout, window = arguments.window_rules(problem, streamable=True, entries=options.window)
 
     def with_stages(state: int, results: int) -> Plan:
         return Plan(
@@ -120,9 +120,9 @@ def plan(problem: Problem, spec: Spec, gpu: Gpu) -> Plan:
             layout=layout,
             window=window,
             streamable=True,
-            weight_dtype=spec.conv_weight_dtype,
-            gate_mode=spec.gate_mode,
-            terms=spec.terms,
+            weight_dtype=options.conv_weight_dtype,
+            gate_mode=options.gate_mode,
+            terms=options.terms,
             state_stages=state,
             result_stages=results,
         )
@@ -132,32 +132,32 @@ def plan(problem: Problem, spec: Spec, gpu: Gpu) -> Plan:
     return next((p for p in plans if p.smem_bytes <= gpu.smem_per_block), plans[-1])
 
 
-def unsupported(problem: Problem, spec: Spec, gpu: Gpu) -> str | None:
+def unsupported(problem: Problem, options: Options, gpu: Gpu) -> str | None:
     """Why this pair can't run, or None. Pure: no CUDA."""
     if problem.kind not in ("decode", "spec", "record"):
         return f"kind={problem.kind}: only decode, spec and record"
     choices = (
-        ("gate_mode", spec.gate_mode, (0, 1)),
-        ("terms", spec.terms, (1, 2)),
-        ("conv_weight_dtype", spec.conv_weight_dtype, ("fp32", "bf16")),
+        ("gate_mode", options.gate_mode, (0, 1)),
+        ("terms", options.terms, (1, 2)),
+        ("conv_weight_dtype", options.conv_weight_dtype, ("fp32", "bf16")),
     )
     if why := step.not_allowed(choices):
         return why
-    if spec.terms == 1 and (problem.kind != "record" or problem.state_dtype == "fp32"):
+    if options.terms == 1 and (problem.kind != "record" or problem.state_dtype == "fp32"):
         return "terms=1: only record with a BF16 state"
-    if why := step.window_refused(problem, spec.window):
+    if why := step.window_refused(problem, options.window):
         return why
-    p = plan(problem, spec, gpu)
+    p = plan(problem, options, gpu)
     return step.gate_refused(problem, p.least_log_gate) or step.smem_refused(
         p.smem_bytes, gpu.smem_per_block
     )
 
 
-def compile(problem: Problem, spec: Spec, gpu: Gpu) -> Compiled:
+def compile(problem: Problem, options: Options, gpu: Gpu) -> Compiled:
     """From shapes alone; one binary serves all heads, requests and strides. Raises ValueError for
     unsupported pairs."""
-    step.require("KdaWS", unsupported(problem, spec, gpu))
-    return step.build(_HOST, plan(problem, spec, gpu), spec, gpu)
+    step.require("KdaWS", unsupported(problem, options, gpu))
+    return step.build(_HOST, plan(problem, options, gpu), options, gpu)
 
 
 def launch(compiled: Compiled, operands: StepOperands, stream: int) -> None:

@@ -57,7 +57,7 @@ FP32."""
 
 @dataclass(frozen=True)
 class Plan(StepPlan):
-    """What decides the code: the problem's compile-time part and the Spec's.
+    """What decides the code: the problem's compile-time part and the options'.
 
     window          all entries of a `rows` window
     terms           BF16 terms of a record's vectors
