@@ -21,7 +21,7 @@ from kda_kernels.serving.layer import Caches, LayerWeights
 from kda_kernels.serving.prepared import PreparedKda
 from kdabench.cli import inputs, tuning
 from kdabench.data import sweep
-from kdabench.data.measurements import Candidate, Cell, Record
+from kdabench.data.measurements import Candidate, Cell, Measurement
 from kdabench.policy import emit, fit
 from kdabench.review import curves, plot
 from support import synthetic
@@ -56,10 +56,10 @@ def time_us(cell: Cell, candidate: Candidate) -> float:
     )
 
 
-def records(plan: sweep.Sweep) -> Iterator[Record]:
+def measurements(plan: sweep.Sweep) -> Iterator[Measurement]:
     for cell in plan.cells:
         for candidate in plan.candidates:
-            yield synthetic.record(cell, candidate, [time_us(cell, candidate)])
+            yield synthetic.measurement(cell, candidate, [time_us(cell, candidate)])
 
 
 def compiled() -> None:
@@ -106,7 +106,7 @@ def main(folder: Path) -> None:
     )
     compiled()
     verified()
-    measured = list(records(plan))
+    measured = list(measurements(plan))
     policy, evidence = fit.fit(measured, synthetic.ENVS, resamples=0)
     assert f"only {ADDED}" in evidence.baselines
     module = emit.load(emit.emit(policy, evidence))
