@@ -154,7 +154,13 @@ def _pipeline(source: Path, out: Path) -> Iterator[tuple[str, bytes]]:
     text = emit.emit(policy, evidence)
     yield "emit", text.encode()
     written = plot.write_plots(
-        rows, out, device="SYNTHETIC ONE", sms=100, policy=emit.load(text), replay=False
+        rows,
+        out,
+        device="SYNTHETIC ONE",
+        sms=100,
+        policy=emit.load(text),
+        roofline=None,
+        replay=False,
     )
     yield "plots", b"".join(path.read_bytes() for path in sorted(written))
 

@@ -9,8 +9,9 @@ from statistics import median
 import numpy as np
 
 from kda_kernels.problem import STATE_DTYPES
-from kdabench.data import measurements
+from kdabench.data import measurements, roofline
 from kdabench.data.measurements import Candidate, Cell
+from kdabench.data.roofline import Roofline
 from kdabench.policy.fit import step_grid
 from kdabench.policy.regret import FLUSH
 
@@ -36,12 +37,8 @@ def times(path: Path) -> Times:
     }
 
 
-def best(found: dict[Candidate, float], variant: str | None = None) -> float | None:
-    """Of a variant, or of all but stock."""
-    ours = (
-        us for c, us in found.items() if (c.variant == variant if variant else c.variant != "stock")
-    )
-    return min(ours, default=None)
+def best(found: dict[Candidate, float], variant: str) -> float | None:
+    return min((us for c, us in found.items() if c.variant == variant), default=None)
 
 
 def print_rows(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -52,25 +49,28 @@ def print_rows(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
         print("\n".join("| " + " | ".join(row) + " |" for row in rows))
 
 
-def table(
-    title: str, found: Times, chosen: Iterable[Cell], variants: Sequence[str] | None = None
-) -> None:
-    """A row per cell with the best of each variant; default: of those that have a time in some
-    cell, stock last."""
+def table(title: str, found: Times, chosen: Iterable[Cell], ceilings: Roofline | None) -> None:
+    """A row per cell with the best of each variant that has a time in some cell, stock last;
+    without ceilings no floor and no efficiency."""
     cells = [cell for cell in chosen if cell in found]
     timed = sorted(
         {c.variant for cell in cells for c in found[cell]}, key=lambda name: (name == "stock", name)
     )
-    variants = variants or timed
     rows = []
     for cell in cells:
-        floor = cell.problem.floor_us()
-        row = [f"{cell.heads}", f"{cell.requests}", f"{cell.items * cell.layers}", f"{floor:.2f}"]
-        for variant in variants:
+        floor = "-" if ceilings is None else f"{ceilings.floor_us(cell.problem):.2f}"
+        row = [f"{cell.heads}", f"{cell.requests}", f"{cell.items * cell.layers}", floor]
+        for variant in timed:
             us = best(found[cell], variant)
-            row.append("-" if us is None else f"{us:.2f} ({floor / us:.2f})")
+            row.append("-" if us is None else with_efficiency(cell, us, ceilings))
         rows.append(row)
-    print_rows(title, ["heads", "requests", "items", "floor", *variants], rows)
+    print_rows(title, ["heads", "requests", "items", "floor", *timed], rows)
+
+
+def with_efficiency(cell: Cell, us: float, ceilings: Roofline | None) -> str:
+    if ceilings is None:
+        return f"{us:.2f}"
+    return f"{us:.2f} ({ceilings.efficiency(cell.problem, us):.2f})"
 
 
 def deferred(path: Path) -> None:
@@ -110,11 +110,11 @@ def deferred(path: Path) -> None:
     print_rows("the deferred cycle against the eager one, us per layer", columns, rows)
 
 
-def steps(layer: Times, isolated: Times) -> None:
+def steps(layer: Times, isolated: Times, ceilings: Roofline | None) -> None:
     for kind, tokens in (*STEPS, ("replay", 2), ("replay", 4), ("replay", 8)):
         pending = "mix" if kind == "replay" else None
         cells = [Cell(kind, requests, heads, tokens, pending=pending) for heads, requests in SIZES]  # type: ignore[arg-type]
-        table(f"{kind}, {tokens} tokens, context layer, us (efficiency)", layer, cells)
+        table(f"{kind}, {tokens} tokens, context layer, us (efficiency)", layer, cells, ceilings)
     for dtype in STATE_DTYPES:
         for kind, tokens in (
             ("decode", 1),
@@ -127,10 +127,15 @@ def steps(layer: Times, isolated: Times) -> None:
             pending = "mix" if kind == "replay" else None
             cells = [Cell(kind, r, h, tokens, state_dtype=dtype, pending=pending, context="isolated")  # type: ignore[arg-type]
                      for h, r in SIZES]  # fmt: skip
-            table(f"{kind}, {tokens} tokens, {dtype} state, context isolated", isolated, cells)
+            table(
+                f"{kind}, {tokens} tokens, {dtype} state, context isolated",
+                isolated,
+                cells,
+                ceilings,
+            )
 
 
-def commits(found: Times) -> None:
+def commits(found: Times, ceilings: Roofline | None) -> None:
     groups: dict[tuple[str, int, int, bool], list[Cell]] = {}
     for cell in sorted(
         found,
@@ -141,9 +146,8 @@ def commits(found: Times) -> None:
         ).append(cell)
     for (kind, layers, tokens, mixed), cells in groups.items():
         folded = f"0 to {tokens}" if mixed else f"{tokens} of {tokens}"
-        table(
-            f"{kind}, {folded} tokens, {cells[0].state_dtype} state, {layers} layers", found, cells
-        )
+        title = f"{kind}, {folded} tokens, {cells[0].state_dtype} state, {layers} layers"
+        table(title, found, cells, ceilings)
 
 
 def main() -> None:
@@ -159,9 +163,11 @@ def main() -> None:
     layer, isolated, committed = (
         times(folder / f"{name}.jsonl") for name in ("dispatch", "targets", "commit")
     )
-    steps(layer, isolated)
+    found = roofline.load(folder)
+    ceilings = None if found is None else found.roofline
+    steps(layer, isolated, ceilings)
     deferred(folder / "dispatch.jsonl")
-    commits(committed)
+    commits(committed, ceilings)
 
 
 if __name__ == "__main__":

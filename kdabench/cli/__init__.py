@@ -17,7 +17,7 @@ import typer
 from kdabench.cli import certifying, console, data, measuring, policies, reviewing, tuning
 
 _ORDER = ("run", "sweep", "tune", "fit", "emit", "check", "choose", "plot", "compare", "report", "compile", "binaries",
-          "verify",
+          "verify", "calibrate",
           "list", "show", "export", "merge", "doctor")  # fmt: skip
 
 # The base of click's errors, which carries message and exit status; typer brings click along or

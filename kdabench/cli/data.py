@@ -17,6 +17,7 @@ from kdabench.cli.inputs import OUT, RESULTS, Json, Out, Results, SweepFile
 
 if TYPE_CHECKING:
     from kdabench.data.measurements import Candidate, Cell, Measurement
+    from kdabench.data.roofline import Roofline
 
 Sweeps = Annotated[Path, typer.Option("--sweeps", metavar="FOLDER", help="Sweep files.")]
 
@@ -120,7 +121,7 @@ def show(
     if path.suffix == ".toml":
         _show_sweep(path, results, as_json)
         return
-    files = _measurements(path, target, results)
+    files, roofline = _measurements(path, target, results)
     wanted = {"heads": heads, "requests": requests, "tokens": tokens, "kind": kind}
     limits = {name: value for name, value in wanted.items() if value is not None}
     if not limits:
@@ -132,21 +133,27 @@ def show(
             for r in measurements
             if all(getattr(r.cell, key) == value for key, value in limits.items())
         ]
-    _show_candidates(files, as_json)
+    _show_candidates(files, roofline, as_json)
 
 
-def _measurements(path: Path, target: str, results: Path) -> dict[str, list[Measurement]]:
-    """Records by the name of their file."""
+def _measurements(
+    path: Path, target: str, results: Path
+) -> tuple[dict[str, list[Measurement]], Roofline | None]:
+    """Measurements by the name of their file, and the ceilings of their device."""
     from kdabench.data import measurements
     from kdabench.measure.journal import Journal
 
     if path.suffix == ".db":
         with Journal.read(path) as journal:
-            return {path.name: journal.measurements()}
-    if path.suffix == ".jsonl":
+            files, envs = {path.name: journal.measurements()}, journal.envs()
+    elif path.suffix == ".jsonl":
         with console.user_input():
-            return {path.name: measurements.load([path])}
-    return inputs.load_measurements(results, target)[1]
+            files, envs = {path.name: measurements.load([path])}, measurements.load_envs([path])
+    else:
+        path, files = inputs.load_measurements(results, target)
+        with console.user_input():
+            envs = measurements.load_envs([path / "env.json"])
+    return files, inputs.load_roofline(path, envs, results)
 
 
 def _show_sweep(path: Path, results: Path, as_json: bool) -> None:
@@ -217,9 +224,13 @@ def _show_summary(files: Mapping[str, Sequence[Measurement]], as_json: bool) -> 
     console.show_table(tuple(rows[0]), shown, right=(2, 5, 6, 7))
 
 
-def _show_candidates(files: Mapping[str, Sequence[Measurement]], as_json: bool) -> None:
+def _show_candidates(
+    files: Mapping[str, Sequence[Measurement]], roofline: Roofline | None, as_json: bool
+) -> None:
     rows = [
-        row for name, measurements in files.items() for row in _candidate_rows(name, measurements)
+        row
+        for name, measurements in files.items()
+        for row in _candidate_rows(name, measurements, roofline)
     ]
     if as_json:
         console.emit_json(rows)
@@ -253,7 +264,9 @@ def _show_candidates(files: Mapping[str, Sequence[Measurement]], as_json: bool) 
     console.show_table(headings, shown, right=(2, 3, 4, 7, 8, 9, 10))
 
 
-def _candidate_rows(name: str, measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
+def _candidate_rows(
+    name: str, measurements: Sequence[Measurement], roofline: Roofline | None
+) -> list[dict[str, Any]]:
     """One row per cell and candidate over all processes; within a cell the fastest first."""
     import numpy as np
 
@@ -281,7 +294,9 @@ def _candidate_rows(name: str, measurements: Sequence[Measurement]) -> list[dict
             "median_us": middle if samples else None,
             "quartiles_us": [low, high] if samples else None,
             "samples": len(samples),
-            "efficiency": round(cell.problem.floor_us() / middle, 3) if samples else None,
+            "efficiency": round(roofline.efficiency(cell.problem, middle), 3)
+            if samples and roofline is not None
+            else None,
             "status": trouble.status,
             "reason": trouble.reason,
         }
@@ -326,6 +341,7 @@ def plot(
 
         with Journal.read(path) as journal:
             measurements, envs, replay = journal.measurements(), journal.envs(), journal.replay
+        roofline = inputs.load_roofline(path, envs, results)
         with console.user_input():
             name, sms = inputs.device_of(envs, str(path))
         home = path.with_name(path.name.removesuffix(".db").removesuffix(".replay"))
@@ -336,12 +352,20 @@ def plot(
         with console.user_input():
             name, sms = inputs.describe(home)
         folder, replay, own = to or home / "plots", False, home / "policy.py"
+        roofline = inputs.load_roofline(home, {"": {"gpu": name}}, results)
     if not measurements:
         console.fail(f"{source}: no records to draw")
     module = inputs.load_policy(policy or own) if policy or own.is_file() else None
     held = () if path.suffix == ".db" else tuple(emit.held(home))
     written = write_plots(
-        measurements, folder, name=name, sms=sms, policy=module, replay=replay, held=held
+        measurements,
+        folder,
+        name=name,
+        sms=sms,
+        policy=module,
+        roofline=roofline,
+        replay=replay,
+        held=held,
     )
     if as_json:
         console.emit_json([str(path) for path in written])
@@ -376,6 +400,7 @@ def write_plots(
     name: str,
     sms: int,
     policy: Any,
+    roofline: Roofline | None,
     replay: bool,
     held: Collection[str] = (),
 ) -> list[Path]:
@@ -383,7 +408,14 @@ def write_plots(
 
     inputs.require_writable(folder)
     return plot.write_plots(
-        measurements, folder, device=name, sms=sms, policy=policy, replay=replay, held=held
+        measurements,
+        folder,
+        device=name,
+        sms=sms,
+        policy=policy,
+        roofline=roofline,
+        replay=replay,
+        held=held,
     )
 
 

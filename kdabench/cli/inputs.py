@@ -16,6 +16,7 @@ from kdabench.cli import console
 
 if TYPE_CHECKING:
     from kdabench.data.measurements import Measurement
+    from kdabench.data.roofline import Roofline
     from kdabench.data.sweep import Sweep
 
 SweepFile = Annotated[
@@ -62,6 +63,11 @@ class Device:
     @property
     def replay(self) -> bool:
         return self.choice.startswith("replay:")
+
+    @property
+    def index(self) -> int:
+        """Of the GPU; of a device that is measured."""
+        return int(self.choice.removeprefix("cuda:"))
 
 
 def find_device(choice: str, results: Path) -> Device:
@@ -163,6 +169,25 @@ def load_measurements(results: Path, device: str) -> tuple[Path, dict[str, list[
         return folder, {
             path.name: measurements.load([path]) for path in sorted(folder.glob("*.jsonl"))
         }
+
+
+def load_roofline(source: Path, envs: Mapping[str, Any], results: Path) -> Roofline | None:
+    """Load the ceilings that stand with measurements: of the run that made them, else of their
+    device's folder; None if they were never measured, or if measurements are of several devices.
+
+    source  a journal, a file of measurements, or a device's folder of results
+
+    Ends the command if their file is malformed.
+    """
+    from kdabench.data import devices, roofline
+
+    run = source.with_name(source.name.removesuffix(".db").removesuffix(".replay"))
+    home = run if source.suffix == ".db" else source if source.is_dir() else source.parent
+    names = sorted({env["gpu"] for env in envs.values()})
+    if len(names) != 1:
+        return None
+    with console.user_input():
+        return roofline.of(names[0], home, results / devices.slug(names[0]))
 
 
 def load_policy(path: Path) -> ModuleType:

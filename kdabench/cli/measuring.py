@@ -1,4 +1,4 @@
-"""sweep, verify, compile, doctor: the commands about machines and kernels."""
+"""sweep, verify, calibrate, compile, doctor: the commands about machines and kernels."""
 
 from __future__ import annotations
 
@@ -333,6 +333,40 @@ def verify(variant: Variants = None, results: Results = RESULTS, as_json: Json =
         raise typer.Exit(console.FINDING)
 
 
+def calibrate(
+    device: DeviceChoice = "cuda", results: Results = RESULTS, as_json: Json = False
+) -> None:
+    """Measure the GPU's bandwidths and the cost of a launch.
+
+    Floors and efficiencies follow from these ceilings. Writes RESULTS/<device>/ceilings.json. Takes some seconds, on a
+    GPU that does nothing else; exit status 1 if repeats differ too much.
+
+    \b
+    Examples:
+      kdabench calibrate
+      kdabench calibrate --device cuda:1 --json
+    """
+    from kdabench.data import roofline
+    from kdabench.measure import calibration
+
+    target = inputs.find_device(device, results)
+    if target.replay:
+        console.fail(f"--device: {device!r}: ceilings are measured: cuda or cuda:N")
+    inputs.require_writable(results / target.slug)
+    try:
+        found = calibration.on_gpu(target.index)
+    except calibration.CalibrationError as error:
+        console.error_line(str(error))
+        raise typer.Exit(console.FINDING) from None
+    path = roofline.save(found, results / target.slug)
+    if as_json:
+        console.emit_json({"device": target.name, "file": str(path), "ceilings": found.to_json()})
+        return
+    rows = [(name, f"{value:,.2f}") for name, value in asdict(found.roofline).items()]
+    console.show_table(("ceiling", target.name), rows, right=(1,))
+    console.line(f"written: {console.relative(path)}")
+
+
 def _report_failure(row: Any) -> None:
     if row.failed:
         console.note(f"{_case_name(row.case)}: {row.verdict}")
@@ -482,6 +516,7 @@ def doctor(results: Results = RESULTS, as_json: Json = False) -> None:
 COMMANDS: dict[str, Callable[..., None]] = {
     "sweep": sweep,
     "verify": verify,
+    "calibrate": calibrate,
     "compile": compile_kernels,
     "doctor": doctor,
 }

@@ -23,6 +23,7 @@ from kdabench.cli.inputs import (
 
 if TYPE_CHECKING:
     from kdabench.data.measurements import Measurement
+    from kdabench.data.roofline import Roofline
     from kdabench.data.sweep import Sweep
     from kdabench.measure.session import Summary
     from kdabench.policy.constants import Policy
@@ -40,9 +41,9 @@ def run(
 ) -> None:
     """Sweep, fit, write the policy, plot and report, in one go.
 
-    Everything goes to OUT/<sweep>: policy.py, plots, regret.txt and report.html. Without a GPU the recorded
-    measurements are replayed, and every output says so. Nothing in the recorded results changes; that takes export and
-    emit.
+    Everything goes to OUT/<sweep>: policy.py, plots, regret.txt and report.html; first of all ceilings.json, what
+    calibrate finds. Without a GPU the recorded measurements are replayed, and every output says so. Nothing in the
+    recorded results changes; that takes export and emit.
 
     \b
     Examples:
@@ -56,6 +57,7 @@ def run(
     inputs.require_sweep_file(file)
     target = inputs.find_device(device, results)
     plan = inputs.load_sweep(file, target.sms)
+    roofline = _ceilings(target, out / plan.stem, results)
     summary = measuring.run(
         plan, target, device, out=out, results=results, budget=budget, as_json=as_json
     )
@@ -68,14 +70,14 @@ def run(
     with console.user_input():
         held = held_back(results / target.slug)
     outcome = _fitted(summary, envs, held)
-    written = _write(outcome, plan, summary, target, folder)
+    written = _write(outcome, plan, summary, target, roofline, folder)
     fitted = (
         None
         if outcome.policy is None or outcome.evidence is None
         else (outcome.policy, outcome.evidence)
     )
     page = reviewing.of_run(
-        plan, summary, target, envs, fitted or str(outcome.why_not), written, results
+        plan, summary, target, envs, fitted or str(outcome.why_not), written, roofline, results
     )
     written.append(folder / "report.html")
     reviewing.write(page, written[-1])
@@ -96,6 +98,28 @@ def run(
         for path in written:
             console.line(console.relative(path))
     measuring.finish(summary)
+
+
+def _ceilings(target: inputs.Device, folder: Path, results: Path) -> Roofline | None:
+    """Measure a GPU's ceilings into a run's folder; of a recorded device take the recorded ones.
+
+    Where they can't be measured the run goes on with those of the device's results, or none.
+    """
+    from kdabench.data import roofline
+    from kdabench.measure import calibration
+
+    home = results / target.slug
+    if target.replay:
+        return inputs.load_roofline(home, {"": {"gpu": target.name}}, results)
+    inputs.require_writable(folder)
+    console.note(f"calibrating {target.name} ({target.choice}): bandwidths, and a launch's cost")
+    try:
+        found = calibration.on_gpu(target.index)
+    except calibration.CalibrationError as error:
+        console.note(f"warning: not calibrated: {error}")
+        return inputs.load_roofline(home, {"": {"gpu": target.name}}, results)
+    roofline.save(found, folder)
+    return found.roofline
 
 
 @dataclass(frozen=True)
@@ -130,7 +154,12 @@ def _certifying(results: Path) -> dict[str, Any] | None:
 
 
 def _write(
-    outcome: _Outcome, plan: Sweep, summary: Summary, target: inputs.Device, folder: Path
+    outcome: _Outcome,
+    plan: Sweep,
+    summary: Summary,
+    target: inputs.Device,
+    roofline: Roofline | None,
+    folder: Path,
 ) -> list[Path]:
     """Policy, report and plots of a run; a replay is labelled in each."""
     from kdabench.cli import evidence
@@ -162,6 +191,7 @@ def _write(
             name=target.name,
             sms=target.sms,
             policy=module,
+            roofline=roofline,
             replay=summary.replay,
             held=() if outcome.evidence is None else tuple(outcome.evidence.held),
         )

@@ -16,6 +16,7 @@ from kdabench.cli.inputs import RESULTS, Json, Results
 
 if TYPE_CHECKING:
     from kdabench.data.measurements import Cell, Measurement
+    from kdabench.data.roofline import Roofline
     from kdabench.data.sweep import Sweep
     from kdabench.measure.session import Summary
     from kdabench.policy.constants import Policy
@@ -352,7 +353,7 @@ def report(
       kdabench report nvidia-h200 --out review.html
       kdabench report out/dispatch.db
     """
-    from kdabench.data import devices
+    from kdabench.data import devices, targets
     from kdabench.policy.emit import held
     from kdabench.review.report import Subject
 
@@ -367,6 +368,8 @@ def report(
         name, sms = inputs.device_of(found.envs, source)
         recorded = results / devices.slug(name) if journal else home
         kept_back = held(recorded)
+        asked = targets.load(recorded)
+    roofline = inputs.load_roofline(Path(source) if journal else home, found.envs, results)
     fitted, text = _fit_journal(found, kept_back) if journal else _fit_device(home)
     subject = Subject(
         device=name,
@@ -374,7 +377,9 @@ def report(
         measured=_measured(found, sweeps, sms),
         envs=found.envs,
         fitted=fitted,
-        figures=_figures(found, name, sms, text, kept_back),
+        roofline=roofline,
+        targets=asked,
+        figures=_figures(found, name, sms, text, roofline, kept_back),
         verified=_verified(recorded),
         reproduce=_commands(found, source, sweeps),
         notes=_stale(found.policy, text) if not journal else (),
@@ -390,11 +395,16 @@ def of_run(
     envs: Mapping[str, Mapping[str, Any]],
     fitted: tuple[Policy, Evidence] | str,
     written: Sequence[Path],
+    roofline: Roofline | None,
     results: Path,
 ) -> Subject:
     """Of one sweep that has just ended. fitted: policy and evidence, or why there is none; written:
     figures among it"""
+    from kdabench.data import targets
     from kdabench.review.report import Fitted, Measured, Subject
+
+    with console.user_input():
+        asked = targets.load(results / target.slug)
 
     again = f"kdabench run {console.relative(plan.path)}"
     unfinished = (
@@ -408,6 +418,8 @@ def of_run(
         measured=[Measured(plan.stem, plan.question, summary.measurements, plan.cells)],
         envs=envs,
         fitted=fitted if isinstance(fitted, str) else Fitted(*fitted),
+        roofline=roofline,
+        targets=asked,
         figures=_read_figures(summary.measurements, written),
         verified=_verified(results / target.slug),
         reproduce=[again + (f" --device {target.choice}" if target.replay else "")],
@@ -474,7 +486,12 @@ def _measured(found: _Source, sweeps: Path, sms: int) -> list[Measured]:
 
 
 def _figures(
-    found: _Source, name: str, sms: int, policy: str | None, held: Mapping[str, str]
+    found: _Source,
+    name: str,
+    sms: int,
+    policy: str | None,
+    roofline: Roofline | None,
+    held: Mapping[str, str],
 ) -> list[tuple[str, str]]:
     from tempfile import TemporaryDirectory
 
@@ -490,6 +507,7 @@ def _figures(
             name=name,
             sms=sms,
             policy=module,
+            roofline=roofline,
             replay=found.replay,
             held=tuple(held),
         )

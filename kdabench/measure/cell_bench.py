@@ -45,6 +45,8 @@ _MEMORY_BOUND_ROWS = 200
 """Up to so many rows an H200 reads a projection's weights for longer than it computes."""
 _LEAST_HIDDEN = 512
 _MIN_REPLAY_US = 250.0
+_FASTEST_BYTES_PER_US = 8e6
+"""Of any memory today (HBM3e, eight stacks): where a device doesn't say how fast its own is."""
 _MEMORY_FRACTION = 0.85
 _DRIFT_REPLAYS = 50
 _DENORMAL_PART = 0.01
@@ -164,11 +166,15 @@ def hidden_size(problem: Problem) -> int:
     return min(HIDDEN, max(_LEAST_HIDDEN, most // 64 * 64))
 
 
-def copies_for(cell: Cell, l2_bytes: int) -> int:
+def copies_for(cell: Cell, l2_bytes: int, peak_bytes_per_us: float | None) -> int:
     """Layer copies: at least 8 layers, long enough a replay for the clock's resolution, and cold if
-    the cell asks."""
+    the cell asks.
+
+    peak_bytes_per_us  of the device's memory; None where it isn't known
+    """
     problem = cell.problem
-    guess_us = 1.3 * problem.floor_us() + 2
+    # A good kernel moves two thirds of the peak rate, and takes 3 us if there is little to move.
+    guess_us = 1.5 * problem.bytes_moved / (peak_bytes_per_us or _FASTEST_BYTES_PER_US) + 3
     copies = max(ceil_div(MIN_COPIES, problem.layers), math.ceil(_MIN_REPLAY_US / guess_us))
     if cell.l2 == "warm":
         return copies
@@ -223,7 +229,7 @@ class CellBench:
 
     def __post_init__(self) -> None:
         problem = self.cell.problem
-        count = copies_for(self.cell, self.device.l2_bytes)
+        count = copies_for(self.cell, self.device.l2_bytes, self.device.peak_bytes_per_us)
         distinct = 1 if self.cell.l2 == "warm" else count
         self._require_memory(distinct)
         self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from kda_kernels import variants
 from kdabench.data.measurements import Measurement
+from kdabench.data.roofline import Roofline
 from kdabench.policy.constants import FITTED_KINDS
 from kdabench.review.curves import (
     Pick,
@@ -100,6 +101,8 @@ _SPACES = (0.0, 0.06, 0.1)  # above each of them
 _COLUMN_GAP, _ROW_GAP = 0.14, 0.95
 
 _WAVES = {0.125: "⅛", 0.25: "¼", 0.5: "½", **{2**n: str(2**n) for n in range(9)}}
+_NOTHING_US = 10.0
+"""Where the latency axis lies if there is neither a time nor a floor."""
 _NO_RESULT = ("compile_error", "wrong", "fault", "timeout", "oom", "capture_failed", "implausible")
 
 
@@ -110,6 +113,7 @@ def write_plots(
     device: str,
     sms: int | None,
     policy: ModuleType | None,
+    roofline: Roofline | None,
     replay: bool,
     held: Collection[str] = (),
 ) -> list[Path]:
@@ -119,6 +123,7 @@ def write_plots(
     sms      multiprocessors of the device, for the wave boundaries
     policy   a generated policy module, for ribbon, thresholds and regret; without it the ribbon
              shows the fastest
+    roofline  of the device; None: no floor is drawn
     replay   whether the records were replayed, not measured here: the title says so
     held     variants that the policy may not pick: the line below the title names them
     """
@@ -130,7 +135,14 @@ def write_plots(
             if policy is not None and question.kind in FITTED_KINDS and question.context == "layer":
                 ranked = policy.ranked
             figure = draw(
-                question, group, device=device, sms=sms, ranked=ranked, replay=replay, held=held
+                question,
+                group,
+                device=device,
+                sms=sms,
+                ranked=ranked,
+                roofline=roofline,
+                replay=replay,
+                held=held,
             )
             for suffix, metadata in ((".svg", {"Date": None}), (".png", {"Software": None})):
                 path = folder / f"{question.stem}{suffix}"
@@ -158,6 +170,7 @@ def draw(
     device: str,
     sms: int | None,
     ranked: Ranked | None,
+    roofline: Roofline | None,
     replay: bool,
     held: Collection[str] = (),
 ) -> Figure:
@@ -175,11 +188,13 @@ def draw(
     block = sum(_HEIGHTS) + sum(_SPACES)
     width = _MARGINS["left"] + columns * (panel + _COLUMN_GAP) - _COLUMN_GAP + _MARGINS["right"]
     width = max(width, 5.4)
-    handles = _legend_handles(measurements, sms, ranked is not None)
+    handles = _legend_handles(
+        measurements, sms, policy=ranked is not None, floor=roofline is not None
+    )
     legend_columns = max(3, min(len(handles), int(width / 1.45)))
     bottom = _MARGINS["bottom"] + _LEGEND_ROW * math.ceil(len(handles) / legend_columns)
     height = _MARGINS["top"] + rows * (block + _ROW_GAP) - _ROW_GAP + bottom
-    limits = _latency_limits(measured, measurements)
+    limits = _latency_limits(measured, measurements, roofline)
     regrets = policy_regrets(measurements, ranked) if ranked is not None else {}
     highest = max([0.1, *regrets.values()]) * 100
     with _style():
@@ -201,6 +216,7 @@ def draw(
                 ranked,
                 regrets,
                 sms,
+                roofline,
                 *panels,
             )
             drawn.draw(limits, panel * 72, first=column == 0)
@@ -239,15 +255,23 @@ def _style() -> Any:
 
 
 def _latency_limits(
-    measured: Mapping[int, Timings], measurements: Sequence[Measurement]
+    measured: Mapping[int, Timings],
+    measurements: Sequence[Measurement],
+    roofline: Roofline | None,
 ) -> tuple[float, float]:
-    """Shared by all columns: from the lowest floor to the slowest variant's best. Slower splits may
-    leave the top."""
-    shown = [cell.problem.floor_us() for cell in {r.cell for r in measurements}]
+    """Shared by all columns: from the lowest floor, or the fastest time, to the slowest variant's
+    best. Slower splits may leave the top."""
+    shown = _floors(measurements, roofline)
     for cells in measured.values():
         for splits in by_split(1, cells).values():
             shown += [timing.median for _, timing in splits["best"]]
+    shown = shown or [_NOTHING_US]
     return min(shown) / 1.3, max(shown) * 1.35
+
+
+def _floors(measurements: Sequence[Measurement], roofline: Roofline | None) -> list[float]:
+    cells = {r.cell for r in measurements}
+    return [] if roofline is None else [roofline.floor_us(cell.problem) for cell in cells]
 
 
 @dataclass
@@ -261,6 +285,7 @@ class _Column:
     ranked: Ranked | None
     regrets: Mapping[tuple[int, int], float]
     sms: int | None
+    roofline: Roofline | None
     latency: Axes
     ribbon: Axes
     distance: Axes
@@ -320,9 +345,10 @@ class _Column:
             )  # fmt: skip
 
     def _draw_floor(self) -> None:
-        floors = sorted(
-            (cell.items, cell.problem.floor_us()) for cell in {r.cell for r in self.measurements}
-        )
+        if self.roofline is None:
+            return
+        cells = {r.cell for r in self.measurements}
+        floors = sorted((cell.items, self.roofline.floor_us(cell.problem)) for cell in cells)
         items, times = zip(*floors, strict=True)
         self.latency.plot(items, times, color="#8C8C8C", linewidth=1.4, zorder=1.5)
         self.latency.fill_between(items, times, 1e-3, color="#F2F2F2", linewidth=0, zorder=0.2)
@@ -497,7 +523,7 @@ def _text_points(text: str, size: float) -> float:
 
 
 def _legend_handles(
-    measurements: Iterable[Measurement], sms: int | None, policy: bool
+    measurements: Iterable[Measurement], sms: int | None, *, policy: bool, floor: bool
 ) -> list[Any]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -513,7 +539,8 @@ def _legend_handles(
     if any("split" in r.candidate.options for r in measurements):
         handles.append(Line2D([], [], color="#606060", lw=0.7, alpha=0.6, label="one split"))
     handles.append(Patch(color="#606060", alpha=0.3, lw=0, label="quartiles"))
-    handles.append(Line2D([], [], color="#8C8C8C", lw=1.4, label="floor: bytes and one launch"))
+    if floor:
+        handles.append(Line2D([], [], color="#8C8C8C", lw=1.4, label="floor: bytes and one launch"))
     if sms is not None:
         handles.append(Line2D([], [], color="#C9C9C9", lw=0.9, label=f"k × {sms} SMs"))
     if policy:

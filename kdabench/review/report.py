@@ -14,6 +14,8 @@ from typing import Any
 
 from kda_kernels import variants
 from kdabench.data.measurements import Candidate, Cell, Measurement, cell_order
+from kdabench.data.roofline import Roofline
+from kdabench.data.targets import Target
 from kdabench.policy.certificate import Change
 from kdabench.policy.constants import Policy
 from kdabench.policy.regret import Certificate, Evidence, Regret, count_statuses
@@ -52,6 +54,8 @@ class Subject:
     """What a report is about.
 
     fitted     or why there is no policy
+    roofline   of the device; None: floors and efficiencies are not known
+    targets    of the device; without any there is no such section
     figures    title and SVG
     verified   contents of verified.json, or None
     reproduce  commands, in order
@@ -63,6 +67,8 @@ class Subject:
     measured: Sequence[Measured]
     envs: Mapping[str, Mapping[str, Any]]
     fitted: Fitted | str
+    roofline: Roofline | None
+    targets: Sequence[Target] = ()
     figures: Sequence[tuple[str, str]] = ()
     verified: Mapping[str, Any] | None = None
     reproduce: Sequence[str] = ()
@@ -103,8 +109,8 @@ def render(subject: Subject) -> str:
         verified=_verified(subject),
         policy=None if isinstance(subject.fitted, str) else _policy(subject.fitted),
         figures=figures,
-        targets=_targets(subject.device, subject.measured),
-        efficiency=list(_efficiency(subject.measured)),
+        targets=_targets(subject) if subject.targets else None,
+        efficiency=list(_efficiency(subject.measured, subject.roofline)),
         failures=_failures(subject.measured),
         coverage=[_coverage(found) for found in subject.measured],
     )
@@ -371,47 +377,16 @@ def _named(cells: Sequence[Cell]) -> str:
 
 
 @dataclass(frozen=True)
-class Target:
-    """What the best variant of our own is to reach with an isolated launch.
-
-    few_us      at 12 items, and at 96: microseconds; None asks for nothing
-    efficiency  floor over time from 1536 items on
-    """
-
-    kind: str
-    tokens: int | None
-    state_dtype: str
-    few_us: tuple[float | None, float | None]
-    efficiency: float
-
-
-TARGETS: dict[str, tuple[Target, ...]] = {
-    "NVIDIA H200": (
-        Target("decode", 1, "fp32", (3.5, 5.7), 0.92),
-        Target("decode", 1, "bf16", (3.5, 4.7), 0.88),
-        Target("record", 4, "fp32", (5.5, 6.5), 0.85),
-        Target("record", 8, "fp32", (6.0, 7.5), 0.80),
-        Target("record", 8, "bf16", (6.0, 7.0), 0.80),
-        Target("replay", 4, "fp32", (6.5, 8.5), 0.85),
-        Target("replay", 8, "fp32", (7.5, 10.0), 0.80),
-        Target("commit", None, "bf16", (None, None), 0.90),
-        Target("commit", None, "fp32", (None, None), 0.88),
-    ),
-}
-"""By device."""
-_FEW_ITEMS = (12, 96)
-_MANY_ITEMS = 1536
-
-
-@dataclass(frozen=True)
 class _Best:
     cell: Cell
     candidate: Candidate | None
     time_us: float | None
 
-    @property
-    def efficiency(self) -> float | None:
-        return None if self.time_us is None else self.cell.problem.floor_us() / self.time_us
+    def efficiency(self, roofline: Roofline | None) -> float | None:
+        """Floor over time; None without a time or a roofline."""
+        if self.time_us is None or roofline is None:
+            return None
+        return roofline.efficiency(self.cell.problem, self.time_us)
 
 
 def _fastest(
@@ -446,41 +421,37 @@ def _isolated(sources: Iterable[Measured]) -> list[_Best]:
     return sorted(found.values(), key=lambda best: cell_order(best.cell))
 
 
-def _targets(device: str, sources: Sequence[Measured]) -> Table | None:
-    """Every target of the device: met, missed, or "-" where it was not measured. None for a device
-    without targets."""
-    if device not in TARGETS:
-        return None
-    best = _isolated(sources)
-    rows = []
-    for target in TARGETS[device]:
+def _targets(subject: Subject) -> Table:
+    """Every target of the device: met, missed, or "-" where it was not measured."""
+    best = _isolated(subject.measured)
+    rows: list[Sequence[object]] = []
+    for target in subject.targets:
         mine = [b for b in best if _asks_for(target, b.cell)]
         name = (target.kind, target.tokens or "any", target.state_dtype)
-        for items, limit in zip(_FEW_ITEMS, target.few_us, strict=True):
-            if limit is not None:
-                rows += [
-                    (*name, *row)
-                    for row in _few(items, limit, [b for b in mine if b.cell.items == items])
-                ]
-        many = [b for b in mine if b.cell.items * b.cell.layers >= _MANY_ITEMS]
-        worst = min(many, key=lambda b: b.efficiency or 0.0, default=None)
-        asked = f">= {target.efficiency:.2f} of the floor"
-        where = (
-            f"{_MANY_ITEMS} and more, worst of {len(many)} cells"
-            if many
-            else f"{_MANY_ITEMS} and more"
-        )
-        got = (
-            None
-            if worst is None
-            else NO_RESULT
-            if worst.efficiency is None
-            else f"{worst.efficiency:.2f}"
-        )
-        met = None if worst is None else (worst.efficiency or 0.0) >= target.efficiency
-        rows.append((*name, where, asked, got, _verdict(met), *_who(worst)))
+        for items, limit in sorted(target.time_us.items()):
+            here = [b for b in mine if b.cell.items == items]
+            rows += [(*name, *row) for row in _few(items, limit, here)]
+        if target.efficiency is not None and target.from_items is not None:
+            many = [b for b in mine if b.cell.items * b.cell.layers >= target.from_items]
+            row = _many(target.from_items, target.efficiency, many, subject.roofline)
+            rows.append((*name, *row))
     headings = ("kind", "tokens", "state", "items", "target", "measured", "verdict", "cell", "by")
     return Table(headings, rows, (1,))
+
+
+def _many(
+    items: int, least: float, found: Sequence[_Best], roofline: Roofline | None
+) -> tuple[object, ...]:
+    """A target of efficiency against the worst cell; a cell without a time is the worst of all."""
+    where, asked = f"{items} and more", f">= {least:.2f} of the floor"
+    if not found or roofline is None:
+        return (where, asked, None, _verdict(None), *_who(None))
+    worst = min(found, key=lambda b: b.efficiency(roofline) or 0.0)
+    ratio = worst.efficiency(roofline)
+    got = NO_RESULT if ratio is None else f"{ratio:.2f}"
+    met = ratio is not None and ratio >= least
+    where += f", worst of {len(found)} cells"
+    return (where, asked, got, _verdict(met), *_who(worst))
 
 
 def _asks_for(target: Target, cell: Cell) -> bool:
@@ -511,7 +482,9 @@ def _who(best: _Best | None) -> tuple[str | None, str | None]:
     return cell_name(best.cell), None if best.candidate is None else str(best.candidate)
 
 
-def _efficiency(sources: Sequence[Measured]) -> Iterator[tuple[str, Table]]:
+def _efficiency(
+    sources: Sequence[Measured], roofline: Roofline | None
+) -> Iterator[tuple[str, Table]]:
     """Isolated, cold cells by question: floor, best time of our own, efficiency."""
     groups: dict[Question, list[_Best]] = defaultdict(list)
     for best in _isolated(sources):
@@ -522,9 +495,9 @@ def _efficiency(sources: Sequence[Measured]) -> Iterator[tuple[str, Table]]:
                 best.cell.heads,
                 best.cell.requests,
                 best.cell.items * best.cell.layers,
-                f"{best.cell.problem.floor_us():.2f}",
+                None if roofline is None else f"{roofline.floor_us(best.cell.problem):.2f}",
                 NO_RESULT if best.time_us is None else f"{best.time_us:.2f}",
-                None if best.efficiency is None else f"{best.efficiency:.2f}",
+                None if (ratio := best.efficiency(roofline)) is None else f"{ratio:.2f}",
                 None if best.candidate is None else str(best.candidate),
             )
             for best in found

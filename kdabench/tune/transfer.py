@@ -1,7 +1,7 @@
 """A model of one variant over all cells: what was measured in one cell says something of the
 others.
 
-A Gaussian process of log times over the byte floor: a level of its own for each cell, an effect of
+A Gaussian process of log times per byte that must move: a level of its own for each cell, an effect of
 the options that all cells share, and one that neighbouring cells share. Its scales are fixed: a few
 trials per cell couldn't support a fit.
 """
@@ -40,8 +40,8 @@ class Transfer:
 
     def tell(self, cell: int, times_us: dict[int, float]) -> None:
         """All that is known in a cell: microseconds by the point's place."""
-        floor = self._cells[cell].problem.floor_us()
-        self._found[cell] = {place: math.log(us / floor) for place, us in times_us.items()}
+        moved = self._cells[cell].problem.bytes_moved
+        self._found[cell] = {place: math.log(us / moved) for place, us in times_us.items()}
 
     @cached_property
     def _far(self) -> Floats:

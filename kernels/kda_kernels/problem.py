@@ -1,4 +1,4 @@
-"""What one launch has to do: its sizes, the bytes it must move, the time it cannot beat.
+"""What one launch has to do: its sizes and the bytes it must move.
 
 Every kernel variant is divided by the bytes computed here, so efficiencies compare.
 Source: docs/operation.md.
@@ -28,14 +28,15 @@ HISTORY = CONV_WIDTH - 1
 MAX_TOKENS = 8
 """Longest speculative window."""
 
-READ_BYTES_PER_US = 4.39e6
-UPDATE_BYTES_PER_US = 4.23e6
-"""H200 ceilings, measured with CUDA graphs over more than 200 MB: read only, and read + write in
-place."""
-LAUNCH_US = 0.90
-"""A tiny kernel in a graph chain on an H200, no programmatic edges."""
+BF16, FP32 = 2, 4
+"""Bytes of an element."""
+_WINDOW_ENTRY_BYTES = 3 * HEAD_DIM * BF16  # q, k and v of one head
+_PROJECTED_BYTES = 4 * HEAD_DIM * BF16  # q, k, v and output gate of one head and token
+_RECORD_BYTES = HEAD_DIM * FP32 + 2 * HEAD_DIM * BF16  # a token's correction; its key and raw gate
+_OUT_BYTES = HEAD_DIM * BF16  # one head and token
+_WEIGHT_BYTES = HEAD_DIM * HEAD_DIM * BF16 + 3 * CONV_WIDTH * HEAD_DIM * FP32  # gate; convolution
 
-_STATE_ITEM_BYTES = {"fp32": 4, "bf16": 2}
+_STATE_ITEM_BYTES = {"fp32": FP32, "bf16": BF16}
 _WINDOWS = ("spec", "record", "replay")
 
 
@@ -164,16 +165,14 @@ class Problem:
     @property
     def bytes_read(self) -> int:
         """Bytes that must come from memory at least once per launch."""
-        per_request_tokens = sum(self.pending_counts)
+        pending = sum(self.pending_counts)
         folding = sum(n > 0 for n in self.pending_counts)
         if self.folds_only:
-            return (
-                self.layers * self.heads * (folding * self.page_bytes + 1024 * per_request_tokens)
-            )
-        window = 768 * self.window
-        item = self.page_bytes + window + 1024 * self.tokens
-        weights = HEAD_DIM * HEAD_DIM * 2 + 3 * CONV_WIDTH * HEAD_DIM * 4
-        return self.items * item + self.heads * (1024 * per_request_tokens + weights)
+            folded = folding * self.page_bytes + _RECORD_BYTES * pending
+            return self.layers * self.heads * folded
+        window = _WINDOW_ENTRY_BYTES * self.window
+        item = self.page_bytes + window + _PROJECTED_BYTES * self.tokens
+        return self.items * item + self.heads * (_RECORD_BYTES * pending + _WEIGHT_BYTES)
 
     @property
     def bytes_written(self) -> int:
@@ -187,23 +186,14 @@ class Problem:
             "record": 0,
             "replay": self.heads * folding,
         }
-        records = 1024 * self.tokens if self.kind in ("record", "replay") else 0
-        item = 768 * (self.tokens + 2) + 256 * self.tokens + records
+        item = _WINDOW_ENTRY_BYTES * self.window + _OUT_BYTES * self.tokens
+        if self.kind in ("record", "replay"):
+            item += _RECORD_BYTES * self.tokens
         return pages[self.kind] * self.page_bytes + self.items * item
 
     @property
     def bytes_moved(self) -> int:
         return self.bytes_read + self.bytes_written
-
-    def floor_us(
-        self,
-        read_bytes_per_us: float = READ_BYTES_PER_US,
-        update_bytes_per_us: float = UPDATE_BYTES_PER_US,
-        launch_us: float = LAUNCH_US,
-    ) -> float:
-        """The time that memory traffic and one launch take at best, in microseconds."""
-        bandwidth = read_bytes_per_us if self.kind == "record" else update_bytes_per_us
-        return self.bytes_moved / bandwidth + launch_us
 
     @property
     def operand_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -179,6 +179,8 @@ def test_every_command_has_help_with_examples(kdabench: Any, command: str) -> No
             "dispatch.toml: no manifest of binaries",
         ),
         (["verify"], "needs an NVIDIA GPU"),
+        (["calibrate"], "0 CUDA devices"),
+        (["calibrate", "--device", "replay:synthetic-one"], "ceilings are measured: cuda or"),
     ],
 )
 def test_mistakes_are_one_line_and_status_2(

@@ -87,9 +87,10 @@ def test_case_01_small_cells_are_cold_by_their_bytes(heads: int, context: Any) -
 
     for kind, tokens in (("decode", 1), ("record", 8), ("spec", 4)):
         cell = Cell(kind, 1, heads, tokens, context=context)  # type: ignore[arg-type]
-        copies = cell_bench.copies_for(cell, L2_BYTES)
-        assert copies >= 8
-        assert l2_state(cell_bench.unique_bytes(cell, copies), L2_BYTES) == "cold"
+        for peak_bytes_per_us in (4.9e6, None):
+            copies = cell_bench.copies_for(cell, L2_BYTES, peak_bytes_per_us)
+            assert copies >= 8
+            assert l2_state(cell_bench.unique_bytes(cell, copies), L2_BYTES) == "cold"
     warm = Cell("decode", 1, heads, context="isolated", l2="warm")
     assert l2_state(cell_bench.unique_bytes(warm, 1), L2_BYTES) == "warm"
 
@@ -686,7 +687,7 @@ def test_case_19_statistics_are_of_the_raw_samples_in_order(tmp_path: Path) -> N
     assert list(row.samples_us) == samples
     replayed = run_contest([STOCK], ReplayedClock([row]), Plan(max_rounds=9))
     assert replayed.samples[STOCK] == samples
-    (shown,) = data._candidate_rows("a.db", [row])
+    (shown,) = data._candidate_rows("a.db", [row], None)
     assert shown["median_us"] == 5.5
     assert shown["quartiles_us"] == [5.25, 9.0]
     assert shown["samples"] == 5
@@ -726,7 +727,7 @@ def test_case_22_what_was_not_measured_is_no_pass() -> None:
     text = evidence.text(policy, found)
     assert "2 cells" in text
     assert "no variant has a time in 1: decode heads=12 requests=1" in text
-    shown = data._candidate_rows("a", rows)
+    shown = data._candidate_rows("a", rows, synthetic.ROOFLINE)
     figures = [
         (row["median_us"], row["efficiency"]) for row in shown if row["cell"]["requests"] == 1
     ]

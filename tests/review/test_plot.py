@@ -136,7 +136,13 @@ def write(folder: Path) -> dict[str, str]:
     )
     policy: Any = SimpleNamespace(ranked=ranked)
     paths = plot.write_plots(
-        measurements, folder, device="SYNTHETIC ONE", sms=100, policy=policy, replay=False
+        measurements,
+        folder,
+        device="SYNTHETIC ONE",
+        sms=100,
+        policy=policy,
+        roofline=synthetic.ROOFLINE,
+        replay=False,
     )
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
@@ -196,7 +202,13 @@ def test_no_text_covers_another(
     picks = ranked if policy else None
     with plot._style():
         figure = plot.draw(
-            question, measurements, device=device, sms=100, ranked=picks, replay=replay
+            question,
+            measurements,
+            device=device,
+            sms=100,
+            ranked=picks,
+            roofline=synthetic.ROOFLINE,
+            replay=replay,
         )
         shown = list(texts(figure))
         width, height = figure.canvas.get_width_height()
@@ -214,8 +226,37 @@ def test_failures_only_and_single_points_can_be_drawn(tmp_path: Path) -> None:
         synthetic.failed(cell(1), synthetic.STOCK),
         synthetic.failed(cell(1), Candidate.of("New", {})),
     ]
-    plot.write_plots(measurements, tmp_path, device="X", sms=None, policy=None, replay=False)
+    shown: dict[str, Any] = {"device": "X", "replay": False}
+    for roofline in (None, synthetic.ROOFLINE):
+        plot.write_plots(measurements, tmp_path, sms=None, policy=None, roofline=roofline, **shown)
     measurements.append(synthetic.measurement(cell(1), synthetic.split(1), [3.0]))
     policy: Any = SimpleNamespace(ranked=ranked)
-    plot.write_plots(measurements, tmp_path, device="X", sms=100, policy=policy, replay=False)
+    plot.write_plots(measurements, tmp_path, sms=100, policy=policy, roofline=None, **shown)
     assert (tmp_path / "decode-q1.svg").stat().st_size > 1000
+
+
+def test_a_device_without_ceilings_has_no_floor() -> None:
+    measurements = grid_measurements()
+    question = curves.Question.of(measurements[0].cell)
+    drawn = {}
+    for roofline in (synthetic.ROOFLINE, None):
+        with plot._style():
+            figure = plot.draw(
+                question,
+                measurements,
+                device="X",
+                sms=100,
+                ranked=None,
+                roofline=roofline,
+                replay=False,
+            )
+        labels = [text.get_text() for text in figure.legends[0].get_texts()]
+        lines = sum(len(axes.lines) for axes in figure.axes)
+        lowest = min(axes.get_ylim()[0] for axes in figure.axes[::3])
+        drawn[roofline] = "floor: bytes and one launch" in labels, lines, lowest
+    with_floor, without = drawn[synthetic.ROOFLINE], drawn[None]
+    assert (with_floor[0], without[0]) == (True, False)
+    heads = len({r.cell.heads for r in measurements})
+    assert with_floor[1] - without[1] == heads
+    fastest = min(min(r.samples_us) for r in measurements if r.samples_us)
+    assert with_floor[2] < without[2] < fastest

@@ -16,6 +16,7 @@ from kdabench import cli
 from kdabench.cli import inputs
 from kdabench.data import measurements
 from kdabench.data.measurements import Cell, Measurement
+from kdabench.data.targets import Target
 from kdabench.policy import fit
 from kdabench.review import report
 from kdabench.review.report import Measured, Subject
@@ -59,6 +60,7 @@ def page(found: list[Measurement], **changes: Any) -> str:
         measured=[measured],
         envs=synthetic.ENVS,
         fitted=fitted,
+        roofline=synthetic.ROOFLINE,
     )
     return report.render(replace(subject, **changes))
 
@@ -74,6 +76,13 @@ def rows(html: str) -> list[list[str]]:
         for row in re.findall(r"<tr>(.*?)</tr>", html)
     ]
     return [[re.sub(r"<[^>]+>", "", cell) for cell in row] for row in found]
+
+
+TARGETS = (
+    Target("decode", "fp32", 1, {12: 3.5, 96: 5.7}, 0.92, 1536),
+    Target("decode", "bf16", 1, {12: 3.5}, 0.88, 1536),
+    Target("replay", "fp32", 8, efficiency=0.80, from_items=1536),
+)
 
 
 def cells(*requests: int) -> list[Cell]:
@@ -165,7 +174,8 @@ def test_what_was_never_measured_is_a_dash() -> None:
     assert "1 of 2 cells have a winner" in text
     assert "No variant has a time in 1 cells" in section(text, "policy")
     assert ["certificate", "- (no cells were held out)"] in rows(text)
-    assert "Targets for this device: -" in text
+    assert '<h2 id="targets">' not in text
+    assert "#targets" not in text
     unknown = page(found)
     assert "cells of its sweep file: -" in unknown
 
@@ -177,11 +187,15 @@ def test_targets_are_met_missed_or_a_dash() -> None:
         synthetic.measurement(cell, split(1), [3.4]),
         synthetic.measurement(cell, STOCK, [1.5]),  # not our own
         synthetic.measurement(replace(cell, state_dtype="bf16"), split(1), [3.6]),
-        synthetic.measurement(many[0], split(1), [many[0].problem.floor_us() / 0.95]),
-        synthetic.measurement(many[1], split(1), [many[1].problem.floor_us() / 0.80]),
+        synthetic.measurement(
+            many[0], split(1), [synthetic.ROOFLINE.floor_us(many[0].problem) / 0.95]
+        ),
+        synthetic.measurement(
+            many[1], split(1), [synthetic.ROOFLINE.floor_us(many[1].problem) / 0.80]
+        ),
         synthetic.failed(replace(many[0], state_dtype="bf16"), split(1)),
     ]
-    text = page(found, device="NVIDIA H200", fitted="context isolated")
+    text = page(found, targets=TARGETS, fitted="context isolated")
     verdicts = {tuple(row[:4]): row[5:7] for row in rows(section(text, "targets"))}
     assert verdicts["decode", "1", "fp32", "12"] == ["3.40 us", "met"]
     assert verdicts["decode", "1", "bf16", "12"] == ["3.60 us", "missed"]
@@ -189,8 +203,24 @@ def test_targets_are_met_missed_or_a_dash() -> None:
     assert verdicts["decode", "1", "fp32", "1536 and more, worst of 2 cells"] == ["0.80", "missed"]
     assert verdicts["decode", "1", "bf16", "1536 and more, worst of 1 cells"] == ["none", "missed"]
     assert verdicts["replay", "8", "fp32", "1536 and more"] == ["-", "-"]
+    assert len(verdicts) == 7
     assert 'data-is="met"' in text
     assert "None: context isolated" in section(text, "policy")
+    efficiency = {tuple(row[:2]): row[3:6] for row in rows(section(text, "efficiency"))}
+    assert efficiency["12", "128"][2] == "0.95"
+    assert "4.39 TB/s where the state is only read" in section(text, "efficiency")
+
+
+def test_without_ceilings_there_is_no_efficiency_and_its_targets_are_open() -> None:
+    cell, many = (Cell("decode", n, 12, context="isolated") for n in (1, 128))
+    found = [synthetic.measurement(c, split(1), [us]) for c, us in ((cell, 3.4), (many, 60.0))]
+    text = page(found, targets=TARGETS, roofline=None, fitted="context isolated")
+    verdicts = {tuple(row[:4]): row[5:7] for row in rows(section(text, "targets"))}
+    assert verdicts["decode", "1", "fp32", "12"] == ["3.40 us", "met"]
+    assert verdicts["decode", "1", "fp32", "1536 and more"] == ["-", "-"]
+    shown = {tuple(row[:2]): row[3:6] for row in rows(section(text, "efficiency"))}
+    assert shown["12", "128"] == ["-", "60.00", "-"]
+    assert "kdabench calibrate" in section(text, "efficiency")
 
 
 def test_failures_stand_together_with_their_reasons() -> None:

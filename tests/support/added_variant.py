@@ -51,9 +51,9 @@ def time_us(cell: Cell, candidate: Candidate) -> float:
         return synthetic.model_us(
             cell, Candidate.of(candidate.variant, {"pdl": False, **candidate.options})
         )
-    return cell.problem.floor_us() * (1.0 if candidate.options["evict"] else 1.02) + (
-        0.1 if cell.items >= 500 else 9.0
-    )
+    return synthetic.ROOFLINE.floor_us(cell.problem) * (
+        1.0 if candidate.options["evict"] else 1.02
+    ) + (0.1 if cell.items >= 500 else 9.0)
 
 
 def measurements(plan: sweep.Sweep) -> Iterator[Measurement]:
@@ -121,7 +121,13 @@ def main(folder: Path) -> None:
         *(plot._look(n) for n in variants.NAMES if n != ADDED),
     )
     paths = plot.write_plots(
-        measured, folder, device="SYNTHETIC ONE", sms=100, policy=module, replay=False
+        measured,
+        folder,
+        device="SYNTHETIC ONE",
+        sms=100,
+        policy=module,
+        roofline=synthetic.ROOFLINE,
+        replay=False,
     )
     assert {path.stem for path in paths} == {curves.Question.of(plan.cells[0]).stem}
 

@@ -213,7 +213,7 @@ def times_by_copies(cell: Cell, factors: Sequence[int]) -> dict[int, float]:
     found, real, copies_for = {}, REAL["KdaSplit"], cell_bench.copies_for
     for factor in factors:
         with mock.patch.object(
-            cell_bench, "copies_for", lambda c, l2, n=factor: n * copies_for(c, l2)
+            cell_bench, "copies_for", lambda c, *device, n=factor: n * copies_for(c, *device)
         ):
             ready = make_bench(cell)
         ready.prepare(real, *ready.compile(real))

@@ -10,6 +10,7 @@ from typing import Any
 
 from kdabench.data import provenance
 from kdabench.data.measurements import Candidate, Cell, Measurement
+from kdabench.data.roofline import Roofline
 
 ENV: dict[str, Any] = {
     "gpu": "SYNTHETIC ONE", "capability": "9.0", "sms": 100, "l2_bytes": 50_000_000, "mig": None,
@@ -18,6 +19,7 @@ ENV: dict[str, Any] = {
     "kdabench": "0.1.0", "uuid": "GPU-0", "pci_id": "0", "git_revision": None, "git_dirty": None,
 }  # fmt: skip
 ENVS = {provenance.digest(ENV): ENV}
+ROOFLINE = Roofline(read_bytes_per_us=4.39e6, update_bytes_per_us=4.23e6, launch_us=0.9)
 STOCK = Candidate.of("stock", {"pdl": False})
 
 
@@ -31,7 +33,7 @@ CANDIDATES = (STOCK, *(split(s, pdl) for s in (1, 2, 4, 8) for pdl in (False, Tr
 def model_us(cell: Cell, candidate: Candidate) -> float:
     """Many splits win at few items, one at many; stock has a high start and wins windows of very
     many items."""
-    floor = cell.problem.floor_us()
+    floor = ROOFLINE.floor_us(cell.problem)
     if candidate.variant == "stock":
         return 6.0 + floor * (1.3 if cell.kind == "decode" else 1.02)
     splits, pdl = int(candidate.options["split"]), bool(candidate.options["pdl"])

@@ -14,6 +14,7 @@ from kdabench.measure.contest import Contest, Plan
 from kdabench.tune import search
 from kdabench.tune.heats import Heat
 from kdabench.tune.space import Point, Space
+from support.synthetic import ROOFLINE
 
 AXES = {
     "split": (1, 2, 4, 8),
@@ -45,7 +46,7 @@ def planted_us(cell: Cell, candidate: Candidate) -> float:
         + 0.02 * bool(options.get("evict"))
         - 0.02 * bool(options["pdl"])
     )
-    return cell.problem.floor_us() * slow
+    return ROOFLINE.floor_us(cell.problem) * slow
 
 
 class PlantedBench:
