@@ -88,7 +88,7 @@ def test_a_load_that_settles_late_is_timed_again() -> None:
 
 @pytest.mark.parametrize("what", ["launch", "read", "update"])
 def test_what_is_not_steady_is_no_ceiling(what: str) -> None:
-    with pytest.raises(CalibrationError, match=rf"^{what}: spread .*%: at most 2%"):
+    with pytest.raises(CalibrationError, match=rf"^{what}: spread .*%: at most [25]%"):
         calibrate(MadeUp({what: 0.2}).prepare, POOL_BYTES, PEAK)
 
 
