@@ -137,7 +137,7 @@ def show(
 
 def _measurements(path: Path, target: str, results: Path) -> dict[str, list[Measurement]]:
     """Records by the name of their file."""
-    from kdabench.data import measurements
+    from kdabench.data import exported
     from kdabench.measure.journal import Journal
 
     if path.suffix == ".db":
@@ -145,7 +145,7 @@ def _measurements(path: Path, target: str, results: Path) -> dict[str, list[Meas
             return {path.name: journal.measurements()}
     if path.suffix == ".jsonl":
         with console.user_input():
-            return {path.name: measurements.load([path])}
+            return {path.name: exported.load([path])}
     return inputs.load_measurements(results, target)[1]
 
 
