@@ -6,19 +6,32 @@ each cell, followed by a row for each of its candidates with the runs of its pro
 
 from __future__ import annotations
 
-import json
-import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field
 from functools import cache, lru_cache
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, Union, get_type_hints
-
-import msgspec
+from typing import Any
 
 from kdabench.data import provenance
+from kdabench.data.lines import (
+    CELL_DEFAULTS,
+    HEADER,
+    SCHEMA,
+    CandidateLine,
+    EnvLine,
+    Header,
+    Line,
+    ReasonLine,
+    Row,
+    Run,
+    encode,
+    fail,
+    parse_object,
+    parse_row,
+    plain,
+)
 from kdabench.data.measurements import (
     CELL_FIELDS,
     COLD_FACTOR,
@@ -26,110 +39,11 @@ from kdabench.data.measurements import (
     Cell,
     Measurement,
     MeasurementError,
-    OptionValue,
-    Status,
     l2_state,
     measurement_order,
     parse_json,
     write_atomic,
 )
-
-SCHEMA = 3
-_SHOWN = 80  # characters of a bad value that an error quotes
-
-Count = Annotated[int, msgspec.Meta(ge=0)]
-Time = Annotated[float, msgspec.Meta(gt=0)]
-Text = Annotated[str, msgspec.Meta(min_length=1)]
-Digest = Annotated[str, msgspec.Meta(pattern="^sha256:")]
-Name = Annotated[str, msgspec.Meta(pattern="^[0-9A-Za-z]+$")]
-Flag = Literal[0, 1]
-
-
-class _Line(msgspec.Struct, tag_field="line", forbid_unknown_fields=True, frozen=True):
-    """A line that is an object; its key `line` says which."""
-
-
-class _Env(_Line, tag="env", frozen=True):
-    """An environment; env.json says what it is."""
-
-    index: Count
-    digest: Digest
-
-
-class _Reason(_Line, tag="reason", frozen=True):
-    index: Count
-    text: Text
-
-
-class _Candidate(_Line, tag="candidate", frozen=True):
-    """binaries: all that its measurements ran, as codes name them before the hyphen."""
-
-    index: Count
-    variant: Text
-    options: dict[str, OptionValue]
-    binaries: tuple[Name, ...]
-
-
-_CELL_TYPES = get_type_hints(Cell)
-_CELL_DEFAULTS = {f.name: f.default for f in fields(Cell) if f.default is not MISSING}
-_Cell = msgspec.defstruct(
-    "_Cell",
-    [
-        (name, kind, _CELL_DEFAULTS[name]) if name in _CELL_DEFAULTS else (name, kind)
-        for name, kind in ((name, _CELL_TYPES[name]) for name in CELL_FIELDS)
-    ],
-    bases=(_Line,),
-    tag="cell",
-    frozen=True,
-)
-"""The cell of all rows up to the next one; what has its default is left out."""
-
-
-class _Run(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """What one process found. Columns of its samples are one value where all are equal.
-
-    env, reason   places in the tables; no reason: null
-    sm_clock_mhz  null: could not be read
-    rounds        null: 0, 1, 2, ...
-    throttled     1, 0, or null where it could not be read
-    """
-
-    process: Count
-    env: Count
-    reason: Count | None
-    sm_clock_mhz: Count | tuple[Count | None, ...] | None
-    samples_us: tuple[Time, ...]
-    rounds: tuple[Count, ...] | None = None
-    throttled: Flag | tuple[Flag | None, ...] | None = 0
-    status: Status = "ok"
-
-
-class _Row(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """A candidate in the cell above. Its place in the table, that of the binary among its own, the
-    launch as the code names it after the hyphen; both null if nothing could run."""
-
-    candidate: Count
-    binary: Count | None
-    launch: Name | None
-    unique_bytes: Count
-    runs: Annotated[tuple[_Run, ...], msgspec.Meta(min_length=1)]
-
-
-_ROW, _RUN = _Row.__struct_fields__, _Run.__struct_fields__
-
-
-class _Header(_Line, tag="header", frozen=True):
-    """row, run: what stands where in the lines that are arrays."""
-
-    schema: int
-    row: tuple[str, ...] = _ROW
-    run: tuple[str, ...] = _RUN
-
-
-_HEADER = _Header(SCHEMA)
-_OBJECT = msgspec.json.Decoder(Union[_Header, _Env, _Reason, _Candidate, _Cell])  # noqa: UP007  _Cell is a value
-_ARRAY = msgspec.json.Decoder(_Row)
-_ENCODER = msgspec.json.Encoder()
 
 
 def dumps(measurements: Iterable[Measurement]) -> str:
@@ -140,18 +54,18 @@ def dumps(measurements: Iterable[Measurement]) -> str:
     # By their text, too: it refuses what is no number, and no order of what is there twice shows.
     ordered = sorted(measurements, key=lambda m: (measurement_order(m), m.text))
     tables = _Tables.of(ordered)
-    lines: list[Any] = [_HEADER, *tables.lines()]
+    lines: list[Any] = [HEADER, *tables.lines()]
     for cell, of_cell in groupby(ordered, key=lambda m: m.cell):
         lines.append({"line": "cell"} | _told(cell))
         rows = groupby(of_cell, key=lambda m: (m.candidate, m.code, m.unique_bytes))
         lines += (tables.row(*key, runs) for key, runs in rows)
-    return "".join(_ENCODER.encode(line).decode() + "\n" for line in lines)
+    return "".join(encode(line) + "\n" for line in lines)
 
 
 def _told(cell: Cell) -> dict[str, Any]:
     """What of a cell is written."""
     values = {name: getattr(cell, name) for name in CELL_FIELDS}
-    return {name: v for name, v in values.items() if v != _CELL_DEFAULTS.get(name, MISSING)}
+    return {name: v for name, v in values.items() if v != CELL_DEFAULTS.get(name, MISSING)}
 
 
 @dataclass(frozen=True)
@@ -178,14 +92,14 @@ class _Tables:
             {candidate: _places(names) for candidate, names in binaries.items()},
         )
 
-    def lines(self) -> Iterator[_Line]:
+    def lines(self) -> Iterator[Line]:
         for digest, place in self.envs.items():
-            yield _Env(place, digest)
+            yield EnvLine(place, digest)
         for text, place in self.reasons.items():
-            yield _Reason(place, text)
+            yield ReasonLine(place, text)
         for candidate, place in self.candidates.items():
             binaries = tuple(self.binaries[candidate])
-            yield _Candidate(place, candidate.variant, candidate.options, binaries)
+            yield CandidateLine(place, candidate.variant, candidate.options, binaries)
 
     def row(
         self, candidate: Candidate, code: str, unique_bytes: int, runs: Iterable[Measurement]
@@ -196,7 +110,7 @@ class _Tables:
         return [self.candidates[candidate], binary, launch or None, unique_bytes, told]
 
     def _run(self, m: Measurement) -> list[Any]:
-        """As _Run has it, without the last fields where they say what is taken for granted."""
+        """As Run has it, without the last fields where they say what is taken for granted."""
         counted = m.rounds == _counted(len(m.rounds))
         throttled = _folded(tuple(None if slow is None else int(slow) for slow in m.throttled), 0)
         rest = [None if counted else m.rounds, throttled, m.status]
@@ -270,41 +184,41 @@ class _Reader:
             if number == 1:
                 self._header(text)
             elif text.startswith(b"["):
-                found += self._row(_decoded(_ARRAY, text, self.where))
+                found += self._row(parse_row(text, self.where))
             else:
-                self._shared(_decoded(_OBJECT, text, self.where))
+                self._shared(parse_object(text, self.where))
         return found
 
     def _header(self, text: bytes) -> None:
-        schema = _plain(text).get("schema") if text.startswith(b"{") else None
+        schema = plain(text).get("schema") if text.startswith(b"{") else None
         if schema != SCHEMA:
-            _fail(self.where, "schema", schema, f"this version reads {SCHEMA}")
-        header = _decoded(_OBJECT, text, self.where)
-        if header != _HEADER:
-            _fail(self.where, "row, run", text.decode(), f"{_ENCODER.encode(_HEADER).decode()}")
+            fail(self.where, "schema", schema, f"this version reads {SCHEMA}")
+        header = parse_object(text, self.where)
+        if header != HEADER:
+            fail(self.where, "row, run", text.decode(), encode(HEADER))
 
-    def _shared(self, line: _Line) -> None:
+    def _shared(self, line: Line) -> None:
         match line:
-            case _Env():
+            case EnvLine():
                 self._next(line.index, self.envs)
                 self.envs.append(line.digest)
-            case _Reason():
+            case ReasonLine():
                 self._next(line.index, self.reasons)
                 self.reasons.append(line.text)
-            case _Candidate():
+            case CandidateLine():
                 self._next(line.index, self.candidates)
                 candidate = Candidate.of(line.variant, line.options)
                 self.candidates.append((candidate, line.binaries))
-            case _Header():
-                _fail(self.where, "line", "header", "stands once, at the top")
+            case Header():
+                fail(self.where, "line", "header", "stands once, at the top")
             case _:
                 self._begin(line)
 
     def _next(self, index: int, table: Sequence[object]) -> None:
         if index != len(table):
-            _fail(self.where, "index", index, f"counts from 0 in each table: {len(table)} is next")
+            fail(self.where, "index", index, f"counts from 0 in each table: {len(table)} is next")
 
-    def _begin(self, line: _Line) -> None:
+    def _begin(self, line: Line) -> None:
         self.cell = Cell(**{name: getattr(line, name) for name in CELL_FIELDS})
         self.seen.clear()
         try:
@@ -312,26 +226,26 @@ class _Reader:
         except ValueError as error:
             raise MeasurementError(f"{self.where}: cell: {error}") from None
         if self.cell in self.cells:
-            _fail(self.where, "cell", self.cell.key, "is there twice")
+            fail(self.where, "cell", self.cell.key, "is there twice")
         self.cells.add(self.cell)
 
-    def _row(self, row: _Row) -> Iterator[Measurement]:
+    def _row(self, row: Row) -> Iterator[Measurement]:
         if self.cell is None:
-            _fail(self.where, "candidate", row.candidate, "a row stands below its cell")
+            fail(self.where, "candidate", row.candidate, "a row stands below its cell")
         candidate, binaries = self._at("candidate", row.candidate, self.candidates)
         code = ""
         if row.binary is not None and row.launch is not None:
             code = f"{self._at('binary', row.binary, binaries)}-{row.launch}"
         elif row.binary is not None or row.launch is not None:
-            _fail(self.where, "launch", row.launch, "null if and only if binary is")
+            fail(self.where, "launch", row.launch, "null if and only if binary is")
         for run in row.runs:
             if (row.candidate, run.process) in self.seen:
-                _fail(self.where, "process", run.process, f"{candidate}: is there twice")
+                fail(self.where, "process", run.process, f"{candidate}: is there twice")
             self.seen.add((row.candidate, run.process))
             yield self._measurement(self.cell, candidate, code, row.unique_bytes, run)
 
     def _measurement(
-        self, cell: Cell, candidate: Candidate, code: str, unique_bytes: int, run: _Run
+        self, cell: Cell, candidate: Candidate, code: str, unique_bytes: int, run: Run
     ) -> Measurement:
         samples = run.samples_us
         reason = None if run.reason is None else self._at("reason", run.reason, self.reasons)
@@ -352,30 +266,30 @@ class _Reader:
             self._at("env", run.env, self.envs),
         )
 
-    def _check_status(self, run: _Run, code: str) -> None:
+    def _check_status(self, run: Run, code: str) -> None:
         """Of what has no time or failed."""
         if run.samples_us and run.status not in ("ok", "unstable"):
-            _fail(self.where, "samples_us", run.samples_us, f"status {run.status} has no time")
+            fail(self.where, "samples_us", run.samples_us, f"status {run.status} has no time")
         if run.status != "ok":
             if run.reason is None:
-                _fail(self.where, "reason", None, "null only for status ok")
+                fail(self.where, "reason", None, "null only for status ok")
         elif not run.samples_us:
-            _fail(self.where, "samples_us", [], "status ok needs a time")
+            fail(self.where, "samples_us", [], "status ok needs a time")
         elif not code:
-            _fail(self.where, "binary", None, "null only if nothing could run")
+            fail(self.where, "binary", None, "null only if nothing could run")
 
     def _at(self, key: str, index: int, table: Sequence[Any]) -> Any:
         if index >= len(table):
-            _fail(self.where, key, index, f"below {len(table)}, the length of its table")
+            fail(self.where, key, index, f"below {len(table)}, the length of its table")
         return table[index]
 
-    def _rounds(self, run: _Run) -> tuple[int, ...]:
+    def _rounds(self, run: Run) -> tuple[int, ...]:
         rounds = run.rounds or ()
         if any(later < sooner for sooner, later in pairwise(rounds)):
-            _fail(self.where, "rounds", rounds, "never decrease")
+            fail(self.where, "rounds", rounds, "never decrease")
         return self._column("rounds", rounds, len(run.samples_us))
 
-    def _throttled(self, run: _Run) -> tuple[bool | None, ...]:
+    def _throttled(self, run: Run) -> tuple[bool | None, ...]:
         told = run.throttled
         if not isinstance(told, tuple):
             return _alike(None if told is None else told == 1, len(run.samples_us))
@@ -386,7 +300,7 @@ class _Reader:
         if not isinstance(value, tuple):
             return _alike(value, length)
         if len(value) != length:
-            _fail(self.where, key, value, f"as many as samples_us, {length}")
+            fail(self.where, key, value, f"as many as samples_us, {length}")
         return value
 
 
@@ -409,21 +323,21 @@ def _check_envs(
     one replay of it fits into the L2."""
     for m in measurements:
         if m.env not in envs:
-            _fail(f"{path}", "env", m.env, "not in the env.json beside it")
+            fail(f"{path}", "env", m.env, "not in the env.json beside it")
         l2_bytes = envs[m.env].get("l2_bytes")
         if m.status != "ok" or m.cell.l2 != "cold" or not isinstance(l2_bytes, int):
             continue
         if l2_state(m.unique_bytes, l2_bytes) != "cold":
             where = f"{path}: {m.candidate}, {m.cell.key}"
             rule = f"below {COLD_FACTOR} x the L2 of {l2_bytes} bytes is not cold"
-            _fail(where, "unique_bytes", m.unique_bytes, rule)
+            fail(where, "unique_bytes", m.unique_bytes, rule)
 
 
 def _check_once(ordered: Sequence[Measurement], names: str) -> None:
     """Raises MeasurementError for a measurement that several files hold."""
     for one, other in pairwise(ordered):
         if measurement_order(one) == measurement_order(other):
-            _fail(f"{names}: {one.candidate}, {one.cell.key}", "process", one.process, "twice")
+            fail(f"{names}: {one.candidate}, {one.cell.key}", "process", one.process, "twice")
 
 
 def _read(path: Path) -> bytes:
@@ -439,50 +353,9 @@ def load_envs(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
     for path in sorted({path.parent / "env.json" for path in paths}):
         found = parse_json(_read(path).decode(errors="replace"), str(path))
         if not isinstance(found, dict):
-            _fail(str(path), "file", found, "an object of environments by digest")
+            fail(str(path), "file", found, "an object of environments by digest")
         for digest, env in found.items():
             if not isinstance(env, dict) or provenance.digest(env) != digest:
-                _fail(str(path), digest, env, "an environment with this digest")
+                fail(str(path), digest, env, "an environment with this digest")
             envs[digest] = env
     return envs
-
-
-def _decoded(decoder: msgspec.json.Decoder[Any], text: bytes, where: str) -> Any:
-    try:
-        return decoder.decode(text)
-    except msgspec.ValidationError as error:
-        rule, _, at = str(error).partition(" - at `$")
-        key, value = _named(_plain(text), at.rstrip("`"))
-        _fail(where, key, value, rule)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise MeasurementError(f"{where}: not strict JSON: {error}") from None
-
-
-def _plain(text: bytes) -> Any:
-    """What stands there, numbers out of range included; {} if it is no JSON."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-
-
-def _named(line: Any, at: str) -> tuple[str, Any]:
-    """Key and value at msgspec's `at`, such as `.options[...]` or, in a row, `[4][0][2]`."""
-    keys: list[str] = []
-    for depth, (place, name) in enumerate(re.findall(r"\[(\d+|\.\.\.)\]|\.(\w+)", at)):
-        if place == "...":  # some value of a table
-            break
-        if name:
-            keys.append(name)
-        elif depth == 0:
-            keys.append(_ROW[int(place)])
-        elif depth == 2 and keys == ["runs"]:
-            keys.append(_RUN[int(place)])
-        line = line[name or int(place)]
-    return ".".join(keys) or "line", line
-
-
-def _fail(where: str, key: str, value: object, rule: str) -> NoReturn:
-    text = repr(value)
-    text = text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
-    raise MeasurementError(" ".join(f"{where}: {key}: {text}: {rule}".splitlines()))
