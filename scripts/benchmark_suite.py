@@ -97,7 +97,7 @@ def resume(args: argparse.Namespace) -> None:
 
 
 def pipeline(args: argparse.Namespace) -> None:
-    import synthetic
+    from support import synthetic
 
     cells = [
         Cell(kind, requests, heads, tokens)

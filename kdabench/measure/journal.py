@@ -13,7 +13,7 @@ import math
 import os
 import socket
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +33,9 @@ from kdabench.data.measurements import (
     write_atomic,
 )
 from kdabench.measure.clock import Reading
+
+Rows = dict[str, list[tuple[Any, ...]]]
+"""What tables hold of one process's share of a cell."""
 
 _BUSY_S = 10.0
 _STEPS = (
@@ -107,6 +110,14 @@ class Outcome:
     unique_bytes: int = 0
     code: str = ""
     info: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _check_times(readings: Iterable[tuple[Candidate, Reading]]) -> None:
+    for candidate, reading in readings:
+        if not 0 < reading.time_us < math.inf:
+            raise ValueError(
+                f"time_us={reading.time_us} of {candidate}: a sample must be finite and > 0"
+            )
 
 
 @contextmanager
@@ -365,11 +376,7 @@ class Journal:
         Raises ValueError for a round that is there already and for a time that isn't finite and
         positive.
         """
-        for candidate, reading in readings:
-            if not 0 < reading.time_us < math.inf:
-                raise ValueError(
-                    f"time_us={reading.time_us} of {candidate}: a sample must be finite and > 0"
-                )
+        _check_times(readings)
         with self._transaction():
             key = (self._cell(cell), process, round_index)
             if self._db.execute(
@@ -521,19 +528,17 @@ class Journal:
     def _count(self, query: str) -> int:
         return int(self._db.execute(query).fetchone()[0])
 
-    def _shares(self) -> dict[tuple[str, int], dict[str, list[tuple[Any, ...]]]]:
+    def _shares(self) -> dict[tuple[str, int], Rows]:
         """All rows by (cell key, process) and table, with names in the place of ids: what a merge
         compares."""
-        found: dict[tuple[str, int], dict[str, list[tuple[Any, ...]]]] = {}
+        found: dict[tuple[str, int], Rows] = {}
         with _one_line(self.path):
             for table, query in _SHARES.items():
                 for key, process, *row in self._db.execute(query):
                     found.setdefault((key, process), {}).setdefault(table, []).append(tuple(row))
         return found
 
-    def _insert_share(
-        self, key: str, process: int, share: Mapping[str, list[tuple[Any, ...]]]
-    ) -> None:
+    def _insert_share(self, key: str, process: int, share: Rows) -> None:
         with self._transaction():
             cell = self._cell(Cell(**json.loads(key)))
             for table, rows in share.items():
@@ -604,7 +609,7 @@ def merge(paths: Sequence[Path], out: Path) -> None:
     """
     if not paths or out.exists():
         raise JournalError(f"{out}: {'exists already' if paths else 'nothing to merge'}")
-    shares: dict[tuple[str, int], dict[str, list[tuple[Any, ...]]]] = {}
+    shares: dict[tuple[str, int], Rows] = {}
     envs: dict[str, dict[str, Any]] = {}
     about = set[tuple[str, bool]]()
     question = ""
@@ -618,27 +623,30 @@ def merge(paths: Sequence[Path], out: Path) -> None:
                     raise JournalError(
                         f"{path}: differs from the others in process {share[1]} of {share[0]}"
                     )
+    names = ", ".join(map(str, paths))
     if len(about) > 1:
-        raise JournalError(f"{', '.join(map(str, paths))}: are journals of different sweeps")
+        raise JournalError(f"{names}: are journals of different sweeps")
     try:
         provenance.check_mix(list(envs.values()))
     except ValueError as error:
-        raise JournalError(f"{', '.join(map(str, paths))}: {error}") from None
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+        raise JournalError(f"{names}: {error}") from None
     ((digest, replay),) = about
+    with _new(out, digest, question, replay) as merged:
+        for env in envs.values():
+            merged.add_env(env)
+        for (key, process), rows in sorted(shares.items()):
+            merged._insert_share(key, process, rows)
+
+
+@contextmanager
+def _new(out: Path, digest: str, question: str, replay: bool) -> Iterator[Journal]:
+    """A journal to fill, which becomes `out` when that is done, or leaves nothing."""
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
-        with Journal.open(temporary, digest, question, replay=replay) as merged:
-            for env in envs.values():
-                merged.add_env(env)
-            for (key, process), rows in sorted(shares.items()):
-                merged._insert_share(key, process, rows)
+        with Journal.open(temporary, digest, question, replay=replay) as journal:
+            yield journal
         with _one_line(out):
             os.replace(temporary, out)
     finally:
-        for leftover in (
-            temporary,
-            Path(f"{temporary}.lock"),
-            Path(f"{temporary}-wal"),
-            Path(f"{temporary}-shm"),
-        ):
-            leftover.unlink(missing_ok=True)
+        for suffix in ("", ".lock", "-wal", "-shm"):
+            Path(f"{temporary}{suffix}").unlink(missing_ok=True)
