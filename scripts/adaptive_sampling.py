@@ -17,7 +17,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from kdabench.cli import console
-from kdabench.data.measurements import Cell, Measurement, cell_order, load, load_envs
+from kdabench.data.exported import load, load_envs
+from kdabench.data.measurements import Cell, Measurement, cell_order
 from kdabench.policy import emit, fit, regret
 from kdabench.policy.adaptive import TARGET, Course, rows_of
 

@@ -42,7 +42,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
 
-from kdabench.data import measurements  # noqa: E402
+from kdabench.data import exported  # noqa: E402
 from kdabench.data.measurements import Candidate, Cell, Measurement  # noqa: E402
 from kdabench.measure.clock import Clock, Reading  # noqa: E402
 from kdabench.measure.contest import Contest, Plan, run_contest  # noqa: E402
@@ -97,7 +97,7 @@ def resume(args: argparse.Namespace) -> None:
 
 
 def pipeline(args: argparse.Namespace) -> None:
-    import synthetic
+    from support import synthetic
 
     cells = [
         Cell(kind, requests, heads, tokens)
@@ -120,7 +120,7 @@ def pipeline(args: argparse.Namespace) -> None:
     digests = set()
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "dispatch.jsonl"
-        measurements.dump(made, source)
+        exported.dump(made, source)
         (Path(folder) / "env.json").write_text(json.dumps(synthetic.ENVS))
         print(f"{len(made)} records, {source.stat().st_size / 1e6:.0f} MB")
         for number in range(2):
@@ -147,9 +147,9 @@ def _pipeline(source: Path, out: Path) -> Iterator[tuple[str, bytes]]:
     from kdabench.policy import emit, fit
     from kdabench.review import plot
 
-    rows = measurements.load([source])
+    rows = exported.load([source])
     yield "load", str(len(rows)).encode()
-    policy, evidence = fit.fit(rows, measurements.load_envs([source]))
+    policy, evidence = fit.fit(rows, exported.load_envs([source]))
     yield "fit", json.dumps(evidence.to_json(), sort_keys=True, default=str).encode()
     text = emit.emit(policy, evidence)
     yield "emit", text.encode()
@@ -172,7 +172,7 @@ def kill(args: argparse.Namespace) -> None:
         for _ in range(args.times):
             acknowledged = max(acknowledged, _killed_writer(path, chance.uniform(0, 0.02)))
             with Journal.open(path, "sha256:0", "?") as journal:
-                upcoming = journal.history(CELL, 0)[1]
+                upcoming = journal.readings(CELL, 0)[1]
             lost += max(0, acknowledged + 1 - upcoming)
         print(
             f"{args.times} kills: {upcoming} rounds written, {lost} acknowledged rounds lost, no repair by hand"
@@ -192,10 +192,10 @@ def _killed_writer(path: Path, after_s: float) -> int:
     if child == 0:
         os.close(reader)
         with Journal.open(path, "sha256:0", "?") as journal:
-            index = journal.history(CELL, 0)[1]
+            index = journal.readings(CELL, 0)[1]
             while True:
                 journal.add_round(
-                    CELL, 0, index, [(c, 1.0 + index, 1980, False) for c in CANDIDATES]
+                    CELL, 0, index, [(c, Reading(1.0 + index, 1980, False)) for c in CANDIDATES]
                 )
                 os.write(writer, b"%d\n" % index)
                 index += 1
@@ -213,9 +213,9 @@ def _cut(folder: Path, step: int) -> None:
     log = path.with_name("cut.db-wal")
     with Journal.open(path, "sha256:0", "?") as journal:
         for index in range(3):
-            journal.add_round(CELL, 0, index, [(CANDIDATES[0], 1.0 + index, None, None)])
+            journal.add_round(CELL, 0, index, [(CANDIDATES[0], Reading(1.0 + index))])
         before = log.stat().st_size
-        journal.add_round(CELL, 0, 3, [(CANDIDATES[0], 4.0, None, None)])
+        journal.add_round(CELL, 0, 3, [(CANDIDATES[0], Reading(4.0))])
         content = log.read_bytes()
         shutil.copy(path, whole)
     wrong = 0
@@ -225,7 +225,7 @@ def _cut(folder: Path, step: int) -> None:
         log.write_bytes(content[:at])
         path.with_name("cut.db-shm").unlink(missing_ok=True)
         with Journal.open(path, "sha256:0", "?") as journal:
-            wrong += journal.history(CELL, 0)[1] != (4 if at == len(content) else 3)
+            wrong += journal.readings(CELL, 0)[1] != (4 if at == len(content) else 3)
     print(
         f"log cut at {len(places)} places in its last {len(content) - before} bytes: {wrong} with another result"
     )
@@ -280,7 +280,7 @@ def recorded_noise(
 def power(args: argparse.Namespace) -> None:
     """A/A and +2 % contests with the noise of what was recorded, by context and heads."""
     for name in args.files:
-        pairs, shape = recorded_noise(measurements.load([args.results / name]))
+        pairs, shape = recorded_noise(exported.load([args.results / name]))
         random.Random(args.seed).shuffle(pairs)
         groups: dict[tuple[str, str], list[tuple[float, str | None, bool]]] = {}
         for number, (cell, us, size) in enumerate(pairs[: args.times]):

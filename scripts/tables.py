@@ -9,7 +9,7 @@ from statistics import median
 import numpy as np
 
 from kda_kernels.problem import STATE_DTYPES
-from kdabench.data import measurements, roofline
+from kdabench.data import exported, roofline
 from kdabench.data.measurements import Candidate, Cell
 from kdabench.data.roofline import Roofline
 from kdabench.policy.fit import step_grid
@@ -27,7 +27,7 @@ def times(path: Path) -> Times:
     if not path.exists():
         return {}
     medians: dict[Cell, dict[Candidate, list[float]]] = {}
-    for measurement in measurements.load([path]):
+    for measurement in exported.load([path]):
         if measurement.status == "ok":
             medians.setdefault(measurement.cell, {}).setdefault(measurement.candidate, []).append(
                 median(measurement.samples_us)
@@ -76,7 +76,7 @@ def with_efficiency(cell: Cell, us: float, ceilings: Roofline | None) -> str:
 def deferred(path: Path) -> None:
     """A replay in context layer against a layer's share of a flush of all layers and the record
     that follows it, as the fit compares them."""
-    grid = step_grid(measurements.load([path])) if path.exists() else None
+    grid = step_grid(exported.load([path])) if path.exists() else None
     if grid is None or not any(c.variant == FLUSH for c in grid.candidates):
         return
     us = np.exp(grid.log_us)

@@ -21,7 +21,8 @@ from kda_kernels import build
 from kda_kernels.case import Case
 from kda_kernels.cases import compile_cases, verify_cases
 from kda_kernels.problem import Problem
-from kdabench.data.measurements import Measurement, load, write_atomic
+from kdabench.data.exported import load
+from kdabench.data.measurements import Measurement, write_atomic
 
 FOLDER = Path("kernels/manifests")
 """Of the manifests, in a checkout; one file per target."""
@@ -164,7 +165,7 @@ def _smallest(problem: Problem) -> Problem:
 
 
 def recorded(results: Path, arch: str) -> list[Measurement]:
-    """The measurements of all devices of a target. Raises RecordError."""
+    """The measurements of all devices of a target. Raises MeasurementError."""
     found: list[Measurement] = []
     for folder in sorted({path.parent for path in results.glob("*/*.jsonl")}):
         envs = json.loads((folder / "env.json").read_text(encoding="utf-8"))

@@ -22,6 +22,7 @@ _PACKAGES = {
     "numpy": "numpy",
     "pandas": "pandas",
     "matplotlib": "matplotlib",
+    "msgspec": "msgspec",
     "triton": "triton",
     "nvidia-cutlass-dsl": "cutlass",
     "nvidia-ml-py": "pynvml",

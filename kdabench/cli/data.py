@@ -140,7 +140,7 @@ def _measurements(
     path: Path, target: str, results: Path
 ) -> tuple[dict[str, list[Measurement]], Roofline | None]:
     """Measurements by the name of their file, and the ceilings of their device."""
-    from kdabench.data import measurements
+    from kdabench.data import exported
     from kdabench.measure.journal import Journal
 
     if path.suffix == ".db":
@@ -148,11 +148,11 @@ def _measurements(
             files, envs = {path.name: journal.measurements()}, journal.envs()
     elif path.suffix == ".jsonl":
         with console.user_input():
-            files, envs = {path.name: measurements.load([path])}, measurements.load_envs([path])
+            files, envs = {path.name: exported.load([path])}, exported.load_envs([path])
     else:
         path, files = inputs.load_measurements(results, target)
         with console.user_input():
-            envs = measurements.load_envs([path / "env.json"])
+            envs = exported.load_envs([path / "env.json"])
     return files, inputs.load_roofline(path, envs, results)
 
 

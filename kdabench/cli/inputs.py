@@ -102,7 +102,7 @@ def any_sms(results: Path) -> int | None:
 
 def describe(folder: Path) -> tuple[str, int]:
     """Name and SM count of the device that a results folder is about. Raises ValueError."""
-    from kdabench.data.measurements import load_envs
+    from kdabench.data.exported import load_envs
 
     return device_of(load_envs([folder / "env.json"]), str(folder / "env.json"))
 
@@ -162,13 +162,11 @@ def load_sweep(path: Path, sms: int | None) -> Sweep:
 def load_measurements(results: Path, device: str) -> tuple[Path, dict[str, list[Measurement]]]:
     """A recorded device's folder, and its records by file: sweeps may share cells, so files are
     kept apart."""
-    from kdabench.data import devices, measurements
+    from kdabench.data import devices, exported
 
     with console.user_input():
         folder = devices.results_folder(results, device)
-        return folder, {
-            path.name: measurements.load([path]) for path in sorted(folder.glob("*.jsonl"))
-        }
+        return folder, {path.name: exported.load([path]) for path in sorted(folder.glob("*.jsonl"))}
 
 
 def load_roofline(source: Path, envs: Mapping[str, Any], results: Path) -> Roofline | None:

@@ -285,7 +285,7 @@ def _guards(facts: Evidence) -> Iterator[str]:
 
 
 def _files(source: list[str]) -> tuple[list[Measurement], Mapping[str, Mapping[str, Any]]]:
-    from kdabench.data import measurements
+    from kdabench.data import exported
     from kdabench.measure.journal import Journal
 
     paths = [Path(name) for name in source]
@@ -297,7 +297,7 @@ def _files(source: list[str]) -> tuple[list[Measurement], Mapping[str, Mapping[s
             raise ValueError(
                 f"{path}: one recorded device, one journal (.db), or files of records (.jsonl)"
             )
-    return measurements.load(paths), measurements.load_envs(paths)
+    return exported.load(paths), exported.load_envs(paths)
 
 
 def _policies_folder() -> Path:

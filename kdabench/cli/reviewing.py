@@ -51,7 +51,7 @@ class _Source:
 
 
 def _open(name: str, results: Path) -> _Source:
-    from kdabench.data import measurements
+    from kdabench.data import exported
     from kdabench.measure.journal import Journal
 
     path = Path(name)
@@ -64,11 +64,11 @@ def _open(name: str, results: Path) -> _Source:
             )
     if path.suffix == ".jsonl":
         with console.user_input():
-            files = {path.stem: measurements.load([path])}
-            return _Source(name, files, measurements.load_envs([path]), path.with_name("policy.py"))
+            files = {path.stem: exported.load([path])}
+            return _Source(name, files, exported.load_envs([path]), path.with_name("policy.py"))
     folder, by_file = inputs.load_measurements(results, name)
     with console.user_input():
-        envs = measurements.load_envs([folder / "env.json"])
+        envs = exported.load_envs([folder / "env.json"])
     return _Source(
         name,
         {Path(file).stem: found for file, found in by_file.items()},

@@ -7,9 +7,7 @@ import re
 import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-from kdabench.data import measurements
+from typing import Literal
 
 _PLAIN = re.compile(r"[A-Z0-9]+( [A-Z0-9]+)*")
 _SLUG = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*(--[0-9a-f]{8})?")
@@ -61,11 +59,6 @@ def results_folder(results_dir: Path, device: str) -> Path:
             f"device: {device!r}: no records in {results_dir}; recorded: {', '.join(known) or 'none'}"
         )
     return results_dir / device
-
-
-def load_envs(folder: Path) -> dict[str, dict[str, Any]]:
-    """Environments by digest of a results folder. Raises RecordError."""
-    return measurements.load_envs([folder / "env.json"])
 
 
 @dataclass(frozen=True)

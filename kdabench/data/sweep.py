@@ -29,6 +29,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
+from kda_kernels import variants
 from kda_kernels.problem import CONV_LAYOUTS, KINDS, STATE_DTYPES
 from kdabench.data.measurements import (
     CONTEXTS,
@@ -88,6 +89,14 @@ class Sweep:
     def stem(self) -> str:
         return self.path.stem
 
+    def candidates_of(self, cell: Cell) -> tuple[Candidate, ...]:
+        """Those whose variants take cells of this kind at all, in order."""
+        return self._by_kind[cell.kind]
+
+    @cached_property
+    def _by_kind(self) -> dict[str, tuple[Candidate, ...]]:
+        return {kind: tuple(c for c in self.candidates if takes(c, kind)) for kind in KINDS}
+
     @cached_property
     def digest(self) -> str:
         """Of all that decides what is measured: cells, candidates, processes. Not of the question's
@@ -98,6 +107,13 @@ class Sweep:
             "processes": self.processes,
         }
         return "sha256:" + hashlib.sha256(canonical(content).encode()).hexdigest()
+
+
+def takes(candidate: Candidate, kind: str) -> bool:
+    """Whether the candidate's variant takes cells of a kind: else it is no candidate of them, and
+    nothing is measured or told. A variant that isn't registered may take any."""
+    name = candidate.variant
+    return name not in variants.NAMES or kind in variants.declared(name).kinds
 
 
 def load(path: Path, known_options: KnownOptions, sms: int | None = None) -> Sweep:

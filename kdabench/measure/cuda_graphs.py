@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kdabench.data.measurements import Candidate
-from kdabench.measure.clock import ExhaustedError, Reading
+from kdabench.measure.clock import TIME_DIGITS, ExhaustedError, Reading
 from kdabench.measure.telemetry import Telemetry
 
 _SUBMIT_CYCLES = (
@@ -143,7 +143,7 @@ class GraphClock:
         self._announce(candidate)
         timed = self._graphs[candidate]
         for _ in range(_TRIES):
-            time_us = self._replay_us(timed) / timed.launches
+            time_us = round(self._replay_us(timed) / timed.launches, TIME_DIGITS)
             if time_us > 0:
                 state = self._telemetry.state()
                 self._slowed |= bool(

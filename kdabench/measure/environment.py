@@ -1,5 +1,5 @@
 """What a measurement depends on beside the code: device, driver, libraries. Fields as in
-docs/measuring.md."""
+docs/formats.md."""
 
 from __future__ import annotations
 

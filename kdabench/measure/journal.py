@@ -13,15 +13,15 @@ import math
 import os
 import socket
 import sqlite3
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 from kdabench.data import provenance
+from kdabench.data.exported import dumps, load_envs
 from kdabench.data.measurements import (
     STATUSES,
     Candidate,
@@ -29,43 +29,55 @@ from kdabench.data.measurements import (
     Measurement,
     Status,
     canonical,
-    dumps,
-    load_envs,
     measurement_order,
     write_atomic,
 )
-from kdabench.measure import clock
+from kdabench.measure.clock import Reading
 
-Reading = tuple[Candidate, float, int | None, bool | None]
-"""Candidate, microseconds per launch, SM clock in MHz, throttled; None where the GPU did not
-say."""
+Rows = dict[str, list[tuple[Any, ...]]]
+"""What tables hold of one process's share of a cell."""
 
-_SCHEMA_VERSION = "2"
 _BUSY_S = 10.0
-_SCHEMA = (
-    "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
-    "CREATE TABLE env (digest TEXT PRIMARY KEY, fields TEXT NOT NULL)",
-    "CREATE TABLE cell (id INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE)",
-    """CREATE TABLE candidate (id INTEGER PRIMARY KEY, variant TEXT NOT NULL, spec TEXT NOT NULL,
-       UNIQUE (variant, spec))""",
-    """CREATE TABLE round (cell INTEGER NOT NULL, process INTEGER NOT NULL, round INTEGER NOT NULL,
-       shuffle TEXT NOT NULL, PRIMARY KEY (cell, process, round)) WITHOUT ROWID""",
-    """CREATE TABLE reading (cell INTEGER NOT NULL, process INTEGER NOT NULL, round INTEGER NOT NULL,
-       position INTEGER NOT NULL, candidate INTEGER NOT NULL, time_us REAL NOT NULL, sm_clock_mhz INTEGER,
-       throttled INTEGER, PRIMARY KEY (cell, process, round, position)) WITHOUT ROWID""",
-    """CREATE TABLE outcome (cell INTEGER NOT NULL, process INTEGER NOT NULL, candidate INTEGER NOT NULL,
-       status TEXT NOT NULL, reason TEXT, unique_bytes INTEGER NOT NULL, bytes_moved INTEGER NOT NULL,
-       code TEXT NOT NULL, env TEXT NOT NULL, info TEXT NOT NULL,
-       PRIMARY KEY (cell, process, candidate)) WITHOUT ROWID""",
-    "CREATE TABLE done (cell INTEGER NOT NULL, process INTEGER NOT NULL, PRIMARY KEY (cell, process)) WITHOUT ROWID",
+_STEPS = (
+    (
+        "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
+        "CREATE TABLE env (digest TEXT PRIMARY KEY, fields TEXT NOT NULL)",
+        "CREATE TABLE cell (id INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE)",
+        """CREATE TABLE candidate (id INTEGER PRIMARY KEY, variant TEXT NOT NULL, spec TEXT NOT NULL,
+           UNIQUE (variant, spec))""",
+        """CREATE TABLE round (cell INTEGER NOT NULL, process INTEGER NOT NULL,
+           round INTEGER NOT NULL, shuffle TEXT NOT NULL,
+           PRIMARY KEY (cell, process, round)) WITHOUT ROWID""",
+        """CREATE TABLE reading (cell INTEGER NOT NULL, process INTEGER NOT NULL,
+           round INTEGER NOT NULL, position INTEGER NOT NULL, candidate INTEGER NOT NULL,
+           time_us REAL NOT NULL, sm_clock_mhz INTEGER, throttled INTEGER,
+           PRIMARY KEY (cell, process, round, position)) WITHOUT ROWID""",
+        """CREATE TABLE outcome (cell INTEGER NOT NULL, process INTEGER NOT NULL,
+           candidate INTEGER NOT NULL, status TEXT NOT NULL, reason TEXT,
+           unique_bytes INTEGER NOT NULL, bytes_moved INTEGER NOT NULL, code TEXT NOT NULL,
+           env TEXT NOT NULL, info TEXT NOT NULL,
+           PRIMARY KEY (cell, process, candidate)) WITHOUT ROWID""",
+        """CREATE TABLE done (cell INTEGER NOT NULL, process INTEGER NOT NULL,
+           PRIMARY KEY (cell, process)) WITHOUT ROWID""",
+    ),
+    # The GPU's state by round. Journals had it before versions were counted.
+    (
+        """CREATE TABLE IF NOT EXISTS gpu (cell INTEGER NOT NULL, process INTEGER NOT NULL,
+           round INTEGER NOT NULL, state TEXT NOT NULL,
+           PRIMARY KEY (cell, process, round)) WITHOUT ROWID""",
+    ),
+    # One process writes: nothing is leased.
+    ("DROP TABLE IF EXISTS lease",),
+    # The bytes moved are the problem's own.
+    (
+        "ALTER TABLE candidate RENAME COLUMN spec TO options",
+        "ALTER TABLE outcome DROP COLUMN bytes_moved",
+        "DELETE FROM meta WHERE key = 'schema'",
+    ),
 )
-_LATER = (
-    """CREATE TABLE IF NOT EXISTS gpu (cell INTEGER NOT NULL, process INTEGER NOT NULL, round INTEGER NOT NULL,
-       state TEXT NOT NULL, PRIMARY KEY (cell, process, round)) WITHOUT ROWID""",
-    """CREATE TABLE IF NOT EXISTS lease (cell INTEGER NOT NULL, process INTEGER NOT NULL, holder TEXT NOT NULL,
-       expires REAL NOT NULL, PRIMARY KEY (cell, process)) WITHOUT ROWID""",
-)
-"""Tables that journals of this layout may lack: what they hold is not needed to read one."""
+"""What makes each version of the layout of the one before, from an empty file on; the version
+(PRAGMA user_version) is the number of steps behind a journal. What once was released stays."""
+_UNCOUNTED = "2"  # meta's `schema` in journals of the first version, which don't count
 
 
 class JournalError(Exception):
@@ -85,6 +97,27 @@ class Progress:
     rounds: int
     readings: int
     statuses: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a candidate. `info` holds facts off the clock, such as seconds of
+    compilation."""
+
+    candidate: Candidate
+    status: Status
+    reason: str | None = None
+    unique_bytes: int = 0
+    code: str = ""
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _check_times(readings: Iterable[tuple[Candidate, Reading]]) -> None:
+    for candidate, reading in readings:
+        if not 0 < reading.time_us < math.inf:
+            raise ValueError(
+                f"time_us={reading.time_us} of {candidate}: a sample must be finite and > 0"
+            )
 
 
 @contextmanager
@@ -170,7 +203,7 @@ class Journal:
             )
             journal = cls(path, connection, None)
             try:
-                journal._check_version()
+                journal._read_as_new()
             except BaseException:
                 journal.close()
                 raise
@@ -198,17 +231,11 @@ class Journal:
 
     def _begin(self, sweep_digest: str, question: str, replay: bool) -> None:
         with self._transaction():
-            tables = self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-            if not tables:
-                for statement in _SCHEMA:
-                    self._db.execute(statement)
-                meta = {
-                    "schema": _SCHEMA_VERSION,
-                    "sweep": sweep_digest,
-                    "replay": str(int(replay)),
-                }
+            if not self._version():
+                self._upgrade(0)
+                meta = {"sweep": sweep_digest, "replay": str(int(replay))}
                 self._db.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
-            self._check_version()
+            self._upgrade(self._version())
             if self.sweep_digest != sweep_digest:
                 raise JournalError(
                     f"{self.path}: belongs to another sweep or another version of it ({self.sweep_digest}, this one is "
@@ -219,20 +246,38 @@ class Journal:
                     f"{self.path}: {'is' if self.replay else 'is not'} a replay: use another journal"
                 )
             self._db.execute("INSERT OR REPLACE INTO meta VALUES ('question', ?)", (question,))
-            for statement in _LATER:
-                self._db.execute(statement)
-            self._db.execute("DELETE FROM lease")  # of an earlier writer, which is gone
 
-    def _has(self, table: str) -> bool:
-        return bool(
-            self._db.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)).fetchone()
-        )
-
-    def _check_version(self) -> None:
-        if self._meta("schema") != _SCHEMA_VERSION:
+    def _version(self) -> int:
+        """Steps behind the layout; 0 of an empty file. Raises JournalError for one that this
+        version can't read."""
+        version = int(self._db.execute("PRAGMA user_version").fetchone()[0])
+        if not version and self._db.execute("SELECT 1 FROM sqlite_master").fetchone():
+            version = 1
+            if self._meta("schema") != _UNCOUNTED:
+                raise JournalError(f"{self.path}: has another layout, of an earlier version")
+        if version > len(_STEPS):
             raise JournalError(
-                f"{self.path}: has another layout: this version reads {_SCHEMA_VERSION}"
+                f"{self.path}: layout {version}: this version reads up to {len(_STEPS)}"
             )
+        return version
+
+    def _upgrade(self, version: int) -> None:
+        for step in _STEPS[version:]:
+            for statement in step:
+                self._db.execute(statement)
+        self._db.execute(f"PRAGMA user_version = {len(_STEPS)}")
+
+    def _read_as_new(self) -> None:
+        """Goes on with a copy in memory, brought up to date, if the layout is an earlier one."""
+        version = self._version()
+        if not version:
+            raise JournalError(f"{self.path}: is empty, no journal yet")
+        if version < len(_STEPS):
+            copy = sqlite3.connect(":memory:")
+            self._db.backup(copy)
+            self._db.close()
+            self._db = copy
+            self._upgrade(version)
 
     def _meta(self, key: str) -> str:
         row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
@@ -269,9 +314,9 @@ class Journal:
 
     def _candidate(self, candidate: Candidate) -> int:
         names = (candidate.variant, candidate.options_json)
-        self._db.execute("INSERT OR IGNORE INTO candidate (variant, spec) VALUES (?, ?)", names)
+        self._db.execute("INSERT OR IGNORE INTO candidate (variant, options) VALUES (?, ?)", names)
         row = self._db.execute(
-            "SELECT id FROM candidate WHERE variant = ? AND spec = ?", names
+            "SELECT id FROM candidate WHERE variant = ? AND options = ?", names
         ).fetchone()
         return int(row[0])
 
@@ -293,33 +338,23 @@ class Journal:
                     return "done" if table == "done" else "partial"
         return "new"
 
-    def history(
-        self, cell: Cell, process: int
-    ) -> tuple[dict[Candidate, list[tuple[int, float]]], int]:
-        """What a partial cell already has: (round, time_us) by candidate in the order taken, and
-        the next round."""
-        found, upcoming = self.readings(cell, process)
-        return {
-            c: [(index, reading.time_us) for index, reading in past] for c, past in found.items()
-        }, upcoming
-
     def readings(
         self, cell: Cell, process: int
-    ) -> tuple[dict[Candidate, list[tuple[int, clock.Reading]]], int]:
-        """The same with the GPU's clock and whether it throttled: what an interrupted contest goes
-        on from."""
-        query = """SELECT variant, spec, round, time_us, sm_clock_mhz, throttled FROM reading
+    ) -> tuple[dict[Candidate, list[tuple[int, Reading]]], int]:
+        """What a partial cell already has: (round, reading) by candidate in the order taken, and
+        the next round. What an interrupted contest goes on from."""
+        query = """SELECT variant, options, round, time_us, sm_clock_mhz, throttled FROM reading
                    JOIN cell ON cell.id = reading.cell JOIN candidate ON candidate.id = candidate
                    WHERE key = ? AND process = ? ORDER BY round, position"""
         latest = (
             "SELECT max(round) FROM round JOIN cell ON cell.id = cell WHERE key = ? AND process = ?"
         )
-        found: dict[Candidate, list[tuple[int, clock.Reading]]] = {}
+        found: dict[Candidate, list[tuple[int, Reading]]] = {}
         with _one_line(self.path):
             for variant, options, index, time_us, mhz, slow in self._db.execute(
                 query, (cell.key, process)
             ):
-                reading = clock.Reading(time_us, mhz, None if slow is None else bool(slow))
+                reading = Reading(time_us, mhz, None if slow is None else bool(slow))
                 found.setdefault(Candidate(variant, options), []).append((index, reading))
             last = self._db.execute(latest, (cell.key, process)).fetchone()[0]
         return found, 0 if last is None else last + 1
@@ -329,7 +364,7 @@ class Journal:
         cell: Cell,
         process: int,
         round_index: int,
-        readings: Sequence[Reading],
+        readings: Sequence[tuple[Candidate, Reading]],
         order: Sequence[int] = (),
         gpu: Mapping[str, Any] | None = None,
     ) -> None:
@@ -341,11 +376,7 @@ class Journal:
         Raises ValueError for a round that is there already and for a time that isn't finite and
         positive.
         """
-        for candidate, time_us, _, _ in readings:
-            if not 0 < time_us < math.inf:
-                raise ValueError(
-                    f"time_us={time_us} of {candidate}: a sample must be finite and > 0"
-                )
+        _check_times(readings)
         with self._transaction():
             key = (self._cell(cell), process, round_index)
             if self._db.execute(
@@ -359,110 +390,45 @@ class Journal:
             )
             self._db.executemany(
                 "INSERT INTO reading VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                [(*key, place, self._candidate(c), float(us), mhz, slow)
-                 for place, (c, us, mhz, slow) in enumerate(readings)],
-            )  # fmt: skip
+                [
+                    (*key, place, self._candidate(c), float(r.time_us), r.sm_clock_mhz, r.throttled)
+                    for place, (c, r) in enumerate(readings)
+                ],
+            )
             if gpu:
                 self._db.execute(
                     "INSERT INTO gpu VALUES (?, ?, ?, ?)", (*key, canonical(dict(gpu)))
                 )
 
-    def set_outcome(
-        self,
-        cell: Cell,
-        process: int,
-        candidate: Candidate,
-        status: Status,
-        reason: str | None,
-        unique_bytes: int,
-        bytes_moved: int,
-        code: str,
-        env: str,
-        info: Mapping[str, Any],
-    ) -> None:
-        """What became of a candidate; replaces an earlier outcome. `info` holds facts off the
-        clock, as JSON.
+    def set_outcome(self, cell: Cell, process: int, outcome: Outcome, env: str) -> None:
+        """What became of a candidate; replaces an earlier outcome. `env`: as `add_env` names it.
 
         Raises ValueError for an unknown status, or a failure without a reason.
         """
+        status, reason = outcome.status, outcome.reason
         if status not in STATUSES or (status != "ok" and not reason):
             raise ValueError(
                 f"{status=} {reason=}: one of {', '.join(STATUSES)}, with a reason unless ok"
             )
-        facts = (status, reason, unique_bytes, bytes_moved, code, env, canonical(dict(info)))
+        info = canonical(dict(outcome.info))
+        facts = (status, reason, outcome.unique_bytes, outcome.code, env, info)
         with self._transaction():
-            key = (self._cell(cell), process, self._candidate(candidate))
+            key = (self._cell(cell), process, self._candidate(outcome.candidate))
             self._db.execute(
-                "INSERT OR REPLACE INTO outcome VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (*key, *facts),
+                "INSERT OR REPLACE INTO outcome VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", (*key, *facts)
             )
 
     def finish_cell(self, cell: Cell, process: int) -> None:
-        """Nothing is left to measure in this process's share of the cell; ends its lease."""
+        """Nothing is left to measure in this process's share of the cell."""
         with self._transaction():
             key = (self._cell(cell), process)
             self._db.execute("INSERT OR IGNORE INTO done VALUES (?, ?)", key)
-            self._db.execute("DELETE FROM lease WHERE cell = ? AND process = ?", key)
-
-    def lease(
-        self,
-        shares: Sequence[tuple[Cell, int]],
-        holder: str,
-        seconds: float,
-        now: float | None = None,
-    ) -> tuple[Cell, int] | None:
-        """Hands the first of `shares` that is neither finished nor leased to `holder`, for so long;
-        None: none is free.
-
-        The lease of a holder that stopped renewing it lapses. Leases end with the writer's use of
-        the journal.
-        """
-        now = time.time() if now is None else now
-        with self._transaction():
-            self._db.execute("DELETE FROM lease WHERE expires <= ?", (now,))
-            for cell, process in shares:
-                key = (self._cell(cell), process)
-                taken = any(
-                    self._db.execute(
-                        f"SELECT 1 FROM {table} WHERE cell = ? AND process = ?", key
-                    ).fetchone()
-                    for table in ("done", "lease")
-                )
-                if not taken:
-                    self._db.execute(
-                        "INSERT INTO lease VALUES (?, ?, ?, ?)", (*key, holder, now + seconds)
-                    )
-                    return cell, process
-        return None
-
-    def renew(
-        self, cell: Cell, process: int, holder: str, seconds: float, now: float | None = None
-    ) -> bool:
-        """A sign of life: prolongs a lease. False if it lapsed and another holder may have the
-        share."""
-        now = time.time() if now is None else now
-        with self._transaction():
-            key = (now + seconds, self._cell(cell), process, holder, now)
-            query = "UPDATE lease SET expires = ? WHERE cell = ? AND process = ? AND holder = ? AND expires > ?"
-            return self._db.execute(query, key).rowcount == 1
-
-    def leases(self) -> dict[tuple[Cell, int], tuple[str, float]]:
-        """Holder, and when the lease lapses in seconds of the epoch, by share."""
-        query = "SELECT key, process, holder, expires FROM lease JOIN cell ON cell.id = cell ORDER BY 1, 2"
-        with _one_line(self.path):
-            rows = self._db.execute(query).fetchall() if self._has("lease") else []
-        return {
-            (Cell(**json.loads(key)), process): (holder, expires)
-            for key, process, holder, expires in rows
-        }
 
     def gpu_states(self, cell: Cell, process: int) -> dict[int, dict[str, Any]]:
         """The GPU's state by round."""
         query = "SELECT round, state FROM gpu JOIN cell ON cell.id = cell WHERE key = ? AND process = ? ORDER BY 1"
         with _one_line(self.path):
-            rows = (
-                self._db.execute(query, (cell.key, process)).fetchall() if self._has("gpu") else []
-            )
+            rows = self._db.execute(query, (cell.key, process)).fetchall()
         return {index: json.loads(state) for index, state in rows}
 
     def forget_rounds(self, cell: Cell, process: int) -> None:
@@ -501,8 +467,8 @@ class Journal:
     def _measurements(self, where: str, values: tuple[Any, ...]) -> list[Measurement]:
         readings = f"""SELECT reading.cell, process, candidate, time_us, round, sm_clock_mhz, throttled FROM reading
                        JOIN cell ON cell.id = reading.cell {where} ORDER BY round, position"""
-        outcomes = f"""SELECT outcome.cell, process, candidate, key, variant, spec, status, reason, unique_bytes,
-                       bytes_moved, code, env FROM outcome JOIN cell ON cell.id = outcome.cell
+        outcomes = f"""SELECT outcome.cell, process, candidate, key, variant, options, status, reason,
+                       unique_bytes, code, env FROM outcome JOIN cell ON cell.id = outcome.cell
                        JOIN candidate ON candidate.id = candidate {where}"""
         samples: dict[tuple[int, int, int], list[tuple[float, int, int | None, bool | None]]] = {}
         cells: dict[str, Cell] = {}
@@ -562,21 +528,17 @@ class Journal:
     def _count(self, query: str) -> int:
         return int(self._db.execute(query).fetchone()[0])
 
-    def _shares(self) -> dict[tuple[str, int], dict[str, list[tuple[Any, ...]]]]:
+    def _shares(self) -> dict[tuple[str, int], Rows]:
         """All rows by (cell key, process) and table, with names in the place of ids: what a merge
         compares."""
-        found: dict[tuple[str, int], dict[str, list[tuple[Any, ...]]]] = {}
+        found: dict[tuple[str, int], Rows] = {}
         with _one_line(self.path):
             for table, query in _SHARES.items():
-                if not self._has(table):
-                    continue
                 for key, process, *row in self._db.execute(query):
                     found.setdefault((key, process), {}).setdefault(table, []).append(tuple(row))
         return found
 
-    def _insert_share(
-        self, key: str, process: int, share: Mapping[str, list[tuple[Any, ...]]]
-    ) -> None:
+    def _insert_share(self, key: str, process: int, share: Rows) -> None:
         with self._transaction():
             cell = self._cell(Cell(**json.loads(key)))
             for table, rows in share.items():
@@ -595,16 +557,15 @@ class Journal:
 
 _SHARES = {
     "round": "SELECT key, process, round, shuffle FROM round JOIN cell ON cell.id = cell ORDER BY 1, 2, 3",
-    "reading": """SELECT key, process, round, position, variant, spec, time_us, sm_clock_mhz, throttled FROM reading
+    "reading": """SELECT key, process, round, position, variant, options, time_us, sm_clock_mhz, throttled FROM reading
                   JOIN cell ON cell.id = cell JOIN candidate ON candidate.id = candidate ORDER BY 1, 2, 3, 4""",
-    "outcome": """SELECT key, process, variant, spec, status, reason, unique_bytes, bytes_moved, code, env,
-                  info FROM outcome JOIN cell ON cell.id = cell JOIN candidate ON candidate.id = candidate
+    "outcome": """SELECT key, process, variant, options, status, reason, unique_bytes, code, env, info FROM outcome JOIN cell ON cell.id = cell JOIN candidate ON candidate.id = candidate
                   ORDER BY 1, 2, 3, 4""",
     "done": "SELECT key, process FROM done JOIN cell ON cell.id = cell ORDER BY 1, 2",
     "gpu": "SELECT key, process, round, state FROM gpu JOIN cell ON cell.id = cell ORDER BY 1, 2, 3",
 }
 _NAMED = {"reading": 2, "outcome": 0}
-"""Where a row of `_SHARES` names its candidate, in variant and spec."""
+"""Where a row of `_SHARES` names its candidate, in variant and options."""
 
 
 def export(journal: Journal, results_dir: Path, device_slug: str, stem: str) -> Path:
@@ -648,7 +609,7 @@ def merge(paths: Sequence[Path], out: Path) -> None:
     """
     if not paths or out.exists():
         raise JournalError(f"{out}: {'exists already' if paths else 'nothing to merge'}")
-    shares: dict[tuple[str, int], dict[str, list[tuple[Any, ...]]]] = {}
+    shares: dict[tuple[str, int], Rows] = {}
     envs: dict[str, dict[str, Any]] = {}
     about = set[tuple[str, bool]]()
     question = ""
@@ -662,27 +623,30 @@ def merge(paths: Sequence[Path], out: Path) -> None:
                     raise JournalError(
                         f"{path}: differs from the others in process {share[1]} of {share[0]}"
                     )
+    names = ", ".join(map(str, paths))
     if len(about) > 1:
-        raise JournalError(f"{', '.join(map(str, paths))}: are journals of different sweeps")
+        raise JournalError(f"{names}: are journals of different sweeps")
     try:
         provenance.check_mix(list(envs.values()))
     except ValueError as error:
-        raise JournalError(f"{', '.join(map(str, paths))}: {error}") from None
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+        raise JournalError(f"{names}: {error}") from None
     ((digest, replay),) = about
+    with _new(out, digest, question, replay) as merged:
+        for env in envs.values():
+            merged.add_env(env)
+        for (key, process), rows in sorted(shares.items()):
+            merged._insert_share(key, process, rows)
+
+
+@contextmanager
+def _new(out: Path, digest: str, question: str, replay: bool) -> Iterator[Journal]:
+    """A journal to fill, which becomes `out` when that is done, or leaves nothing."""
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
-        with Journal.open(temporary, digest, question, replay=replay) as merged:
-            for env in envs.values():
-                merged.add_env(env)
-            for (key, process), rows in sorted(shares.items()):
-                merged._insert_share(key, process, rows)
+        with Journal.open(temporary, digest, question, replay=replay) as journal:
+            yield journal
         with _one_line(out):
             os.replace(temporary, out)
     finally:
-        for leftover in (
-            temporary,
-            Path(f"{temporary}.lock"),
-            Path(f"{temporary}-wal"),
-            Path(f"{temporary}-shm"),
-        ):
-            leftover.unlink(missing_ok=True)
+        for suffix in ("", ".lock", "-wal", "-shm"):
+            Path(f"{temporary}{suffix}").unlink(missing_ok=True)

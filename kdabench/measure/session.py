@@ -26,20 +26,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kda_kernels import build
 from kda_kernels.case import Case
-from kdabench.data import devices
-from kdabench.data.measurements import Candidate, Cell, Measurement, Status, load
+from kdabench.data import devices, exported
+from kdabench.data.measurements import Candidate, Cell, Measurement, Status
 from kdabench.data.sweep import Sweep
 from kdabench.measure import worker
 from kdabench.measure.clock import EXHAUSTED, ReplayedClock
-from kdabench.measure.contest import Contest, Plan, Round, run_contest, twin_verdict, twins
-from kdabench.measure.journal import Journal, JournalError, hold
+from kdabench.measure.contest import Contest, Plan, run_contest, twin_verdict, twins
+from kdabench.measure.journal import Journal, JournalError, Outcome, hold
 from kdabench.measure.worker_process import Worker, WorkerLostError, WorkerMain
 
 if TYPE_CHECKING:
     from kdabench.policy import adaptive
 
 REPLAY = "replay:"
-_LEASE_S = 600.0
 _RULED_OUT = 1.15  # a settled loser this far behind the best isn't measured by later processes
 
 
@@ -331,7 +330,7 @@ def _replay(
     """Sampling and stopping, run on recorded samples."""
     if not queue.left:
         return
-    known = devices.load_envs(folder)
+    known = exported.load_envs([folder / "env.json"])
     by_pair: dict[tuple[Cell, int], list[Measurement]] = {}
     for measurement in recorded(folder, sweep):
         by_pair.setdefault((measurement.cell, measurement.process), []).append(measurement)
@@ -341,8 +340,9 @@ def _replay(
         if progress.spent:
             break
         measurements = by_pair.get((cell, process), [])
-        wanted = [r for r in measurements if r.candidate in sweep.candidates]
-        if not wanted:
+        candidates = sweep.candidates_of(cell)
+        wanted = [r for r in measurements if r.candidate in candidates]
+        if candidates and not wanted:
             missing.append((cell, process))
         for digest in {r.env for r in wanted} - envs:
             envs.add(journal.add_env(known[digest]))
@@ -358,22 +358,14 @@ def _replay(
             history=history,
             first_round=first_round,
             full_clock_mhz=max(clocks, default=None),
-            on_round=lambda index, readings: _keep_round(journal, cell, process, index, readings),  # noqa: B023
+            on_round=lambda index, readings: journal.add_round(cell, process, index, readings),  # noqa: B023
         )
         for measurement in wanted:
             status, reason = _replayed_outcome(measurement, contest)
-            journal.set_outcome(
-                cell,
-                process,
-                measurement.candidate,
-                status,
-                reason,
-                measurement.unique_bytes,
-                measurement.bytes_moved,
-                measurement.code,
-                measurement.env,
-                {},
+            outcome = Outcome(
+                measurement.candidate, status, reason, measurement.unique_bytes, measurement.code
             )
+            journal.set_outcome(cell, process, outcome, measurement.env)
         journal.finish_cell(cell, process)
         progress.cell(
             cell,
@@ -401,18 +393,6 @@ def _replayed_outcome(measurement: Measurement, contest: Contest) -> tuple[Statu
     return measurement.status, measurement.reason if left is None or (
         measurement.reason and EXHAUSTED in left
     ) else left
-
-
-def _keep_round(
-    journal: Journal,
-    cell: Cell,
-    process: int,
-    index: int,
-    readings: Round,
-    gpu: Mapping[str, Any] | None = None,
-) -> None:
-    taken = [(c, x.time_us, x.sm_clock_mhz, x.throttled) for c, x in readings]
-    journal.add_round(cell, process, index, taken, gpu=gpu)
 
 
 def _replayed_paths(sweep: Sweep, folder: Path) -> list[Path]:
@@ -452,7 +432,7 @@ def recorded(folder: Path, sweep: Sweep) -> list[Measurement]:
     found: list[Measurement] = []
     left = set(sweep.cells)
     for path in _replayed_paths(sweep, folder):
-        here = [measurement for measurement in load([path]) if measurement.cell in left]
+        here = [measurement for measurement in exported.load([path]) if measurement.cell in left]
         left -= {measurement.cell for measurement in here}
         found += here
     return found
@@ -488,7 +468,7 @@ def _measure(
             cases = {
                 Case(c.variant, tuple(sorted(c.options.items())), cell.problem)
                 for cell, _ in queue.left
-                for c in sweep.candidates
+                for c in sweep.candidates_of(cell)
             }
             build.fill_cache(cases, _arch(device_index))
         before = first[1]
@@ -605,13 +585,9 @@ class _Share:
     slot: _Slot
     plan: Plan
     progress: _Progress
-    heartbeat: float = 0.0
 
     def measure(self) -> None:
         """Until every candidate has an outcome. A lost worker costs the one that loses it alone."""
-        holder = f"pid {os.getpid()}"
-        self.journal.lease([(self.cell, self.process)], holder, _LEASE_S)
-        self.heartbeat = time.monotonic()
         entrants = _entrants(self.cell, self.process, self.sweep, self.journal)
         retried = False
         while True:
@@ -627,7 +603,8 @@ class _Share:
                 retried = True  # perhaps what an earlier cell left behind
                 continue
             for guilty, proof in self._guilty(trouble, candidates).items():
-                self._keep(guilty, proof.status, proof.reason, proof.env or trouble.env)
+                blamed = Outcome(guilty, proof.status, proof.reason)
+                self.journal.set_outcome(self.cell, self.process, blamed, proof.env or trouble.env)
         self.journal.finish_cell(self.cell, self.process)
         self._report()
 
@@ -655,18 +632,19 @@ class _Share:
 
         def keep(message: worker.Message, env: str) -> None:
             if isinstance(message, worker.RoundDone):
-                index, readings = message.index, message.readings
-                _keep_round(self.journal, self.cell, self.process, index, readings, message.gpu)
-                self._renew()
-            elif isinstance(message, worker.Outcome):
+                self.journal.add_round(
+                    self.cell, self.process, message.index, message.readings, gpu=message.gpu
+                )
+            elif isinstance(message, Outcome):
                 told.add(message.candidate)
-                self._keep(message.candidate, message.status, message.reason, env, message)
+                self.journal.set_outcome(self.cell, self.process, message, env)
 
         trouble = self._run(job, keep)
         if trouble is None:
             for candidate in set(candidates) - told:
                 env = self.journal.add_env(self.slot.get().env)
-                self._keep(candidate, "fault", "the worker told nothing about it", env)
+                silent = Outcome(candidate, "fault", "the worker told nothing about it")
+                self.journal.set_outcome(self.cell, self.process, silent, env)
         return trouble
 
     def _run(self, job: worker.Job, keep: Callable[[worker.Message, str], None]) -> _Trouble | None:
@@ -674,11 +652,11 @@ class _Share:
         kept."""
         active = self.slot.get()
         env = self.journal.add_env(active.env)
-        fault: worker.Outcome | None = None
+        fault: Outcome | None = None
         try:
             active.send(job)
             while not isinstance(message := active.receive(), worker.CellDone):
-                if isinstance(message, worker.Outcome) and message.status == "fault":
+                if isinstance(message, Outcome) and message.status == "fault":
                     if fault is not None:
                         keep(fault, env)
                     fault = message
@@ -721,38 +699,11 @@ class _Share:
         failed: list[_Trouble] = []
 
         def keep(message: worker.Message, env: str) -> None:
-            if isinstance(message, worker.Outcome) and message.status != "ok":
+            if isinstance(message, Outcome) and message.status != "ok":
                 failed.append(_Trouble(message.status, message.reason or "", candidate, env))
 
         trouble = self._run(worker.Job(self.cell, (candidate,), once), keep)
         return trouble or next(iter(failed), None)
-
-    def _keep(
-        self,
-        candidate: Candidate,
-        status: Status,
-        reason: str | None,
-        env: str,
-        told: worker.Outcome | None = None,
-    ) -> None:
-        self.journal.set_outcome(
-            self.cell,
-            self.process,
-            candidate,
-            status,
-            reason,
-            told.unique_bytes if told else 0,
-            self.cell.problem.bytes_moved,
-            told.code if told else "",
-            env,
-            dict(told.info) if told else {},
-        )
-
-    def _renew(self) -> None:
-        now = time.monotonic()
-        if now - self.heartbeat > _LEASE_S / 10:
-            self.heartbeat = now
-            self.journal.renew(self.cell, self.process, f"pid {os.getpid()}", _LEASE_S)
 
 
 def _entrants(cell: Cell, process: int, sweep: Sweep, journal: Journal) -> list[Candidate]:
@@ -765,15 +716,15 @@ def _entrants(cell: Cell, process: int, sweep: Sweep, journal: Journal) -> list[
         limit = _RULED_OUT * min(times.values(), default=0.0)
         out |= {r.candidate for r in outcomes if r.status not in ("ok", "unstable")}
         out |= {r.candidate for r in outcomes if r.reason and times.get(r.candidate, 0.0) > limit}
-    return [c for c in sweep.candidates if c not in out]
+    return [c for c in sweep.candidates_of(cell) if c not in out]
 
 
 def dry_run(sweep: Sweep, device: str) -> tuple[int, int, float]:
-    """Cells, candidates per cell, and a rough estimate of the seconds that all processes take."""
-    per_cell = 0.35 + 0.06 * len(sweep.candidates)
-    replayed = 0.02 if device.startswith(REPLAY) else per_cell
+    """Cells, candidates, and a rough estimate of the seconds that all processes take."""
+    measured = sum(0.35 + 0.06 * len(sweep.candidates_of(cell)) for cell in sweep.cells)
+    seconds = 0.02 * len(sweep.cells) if device.startswith(REPLAY) else measured
     return (
         len(sweep.cells),
         len(sweep.candidates),
-        sweep.processes * (len(sweep.cells) * replayed + 8),
+        sweep.processes * (seconds + 8),
     )

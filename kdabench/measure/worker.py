@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kdabench.data.measurements import Candidate, Cell, Status
 from kdabench.measure.clock import Reading
 from kdabench.measure.contest import Plan
+from kdabench.measure.journal import Outcome
 
 if TYPE_CHECKING:
     from kdabench.measure import cell_bench
@@ -53,20 +54,6 @@ class Began:
 
     phase: Phase
     candidate: Candidate | None = None
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a candidate. `info` holds facts off the clock, such as seconds of
-    compilation."""
-
-    candidate: Candidate
-    status: Status
-    reason: str | None
-    unique_bytes: int
-    bytes_moved: int
-    code: str
-    info: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -234,8 +221,7 @@ class _CellRun:
         info = {"compile_s": self._compile_s[candidate]} if candidate in self._compile_s else {}
         _, compiled = self._compiled.get(candidate, (None, None))
         code = "" if compiled is None else self._benches.code(self._cell, candidate, compiled)
-        moved = self._cell.problem.bytes_moved
-        self._pipe.send(Outcome(candidate, status, reason, unique_bytes, moved, code, info))
+        self._pipe.send(Outcome(candidate, status, reason, unique_bytes, code, info))
         self._open.remove(candidate)
 
     def _fail_all(self, status: Status, reason: str) -> None:

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
 from kda_kernels import variants
-from kdabench.data import devices, measurements
+from kdabench.data import devices, exported, measurements
 from kdabench.data.measurements import OptionValue
 from kdabench.data.measurements import (
     write_atomic as write_atomic,
@@ -119,7 +119,7 @@ def regenerate(
     weights.json   request counts and weights
     held.json      see `held`
 
-    Raises RecordError or FitError (both ValueError).
+    Raises MeasurementError or FitError (both ValueError).
     """
     from kdabench.policy.fit import (
         digest_of,
@@ -128,16 +128,16 @@ def regenerate(
     )  # which itself evaluates emitted modules
 
     path, beside = folder / "dispatch.jsonl", folder / HELD_OUT
-    loaded, weights, kept_back = measurements.load([path]), _weights(folder), held(folder)
+    loaded, weights, kept_back = exported.load([path]), _weights(folder), held(folder)
     previous = None if fresh else _previous(folder, digest_of(loaded))
     policy, evidence = fit(
         loaded,
-        measurements.load_envs([path]),
+        exported.load_envs([path]),
         weights=weights,
         default_schedule=default_schedule,
         held=kept_back,
         in_force=None if previous is None else load(previous, "kdabench_previous"),
-        held_out=measurements.load([beside]) if beside.exists() else (),
+        held_out=exported.load([beside]) if beside.exists() else (),
     )
     grid = step_grid(loaded, weights=weights, held=kept_back)
     return Regenerated(policy, evidence, emit(policy, evidence), grid, previous)
@@ -149,7 +149,7 @@ def previous_path(folder: Path) -> Path:
 
 
 def _previous(folder: Path, digest: str) -> str | None:
-    """The text of the module before that of the records with a digest. Raises RecordError if it
+    """The text of the module before that of the records with a digest. Raises MeasurementError if it
     isn't one."""
     for path in (folder / "policy.py", previous_path(folder)):
         text = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -184,7 +184,7 @@ def _weights(folder: Path) -> dict[int, float] | None:
 
 def held(folder: Path) -> dict[str, str]:
     """Variants that no policy of this device may pick, and why: its held.json, or {}. Raises
-    RecordError."""
+    MeasurementError."""
     path = folder / "held.json"
     if not path.exists():
         return {}
@@ -209,7 +209,7 @@ def check(
     """The modules that are missing, or differ from what the records give, or whose records are
     gone.
 
-    Raises RecordError or FitError (both ValueError) for records that can't be used.
+    Raises MeasurementError or FitError (both ValueError) for records that can't be used.
     """
     stale = []
     expected = set()

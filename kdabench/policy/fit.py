@@ -23,7 +23,7 @@ import numpy as np
 from kda_kernels import variants
 from kda_kernels.problem import Problem
 from kdabench.data import devices, provenance
-from kdabench.data.measurements import Cell, Measurement, canonical, dumps
+from kdabench.data.measurements import Cell, Measurement, canonical, measurement_order
 from kdabench.policy import certificate, emit, replay_or_flush
 from kdabench.policy.constants import (
     FITTED_KINDS,
@@ -218,8 +218,10 @@ def _kept(grid: Grid, in_force: ModuleType, picked: Ints, resamples: int, seed: 
 
 
 def digest_of(measurements: Sequence[Measurement]) -> str:
-    """Of their exported form."""
-    return "sha256:" + hashlib.sha256(dumps(measurements).encode()).hexdigest()
+    """Of what they say, however they are stored; not of what a variant refuses."""
+    told = (m for m in measurements if m.status != "unsupported")
+    text = "".join(m.text + "\n" for m in sorted(told, key=measurement_order))
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 
 def _origin(

@@ -13,6 +13,7 @@ from kdabench.data.measurements import Candidate, Cell, Measurement, Status, cel
 from kdabench.measure import worker
 from kdabench.measure.clock import ReplayedClock
 from kdabench.measure.contest import Contest, Plan, log_ratio_interval, run_contest
+from kdabench.measure.journal import Outcome
 from kdabench.measure.session import SweepFailedError, lock_gpu
 from kdabench.measure.worker_process import Worker, WorkerLostError, WorkerMain
 
@@ -174,7 +175,7 @@ class WorkerBench:
             while not isinstance(message := active.receive(), worker.CellDone):
                 if isinstance(message, worker.RoundDone):
                     heat.contest.add(message.index, message.readings)
-                elif isinstance(message, worker.Outcome):
+                elif isinstance(message, Outcome):
                     self._keep(heat, message)
             if message.sticky:
                 self.fresh()
@@ -193,7 +194,7 @@ class WorkerBench:
         return heat
 
     @staticmethod
-    def _keep(heat: Heat, outcome: worker.Outcome) -> None:
+    def _keep(heat: Heat, outcome: Outcome) -> None:
         if outcome.status != "ok":
             heat.failed[outcome.candidate] = outcome.status, outcome.reason or ""
         elif outcome.reason:

@@ -14,7 +14,7 @@ import pytest
 from kda_kernels import identity, variants
 from kda_kernels.device.gpu import Gpu
 from kdabench.checks import binaries, verify
-from kdabench.data import measurements
+from kdabench.data import exported
 from kdabench.policy import emit
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +57,7 @@ def test_every_measurement_is_of_a_binary_and_a_launch_of_today(path: Path) -> N
     measured = (
         measurement
         for file in sorted(path.parent.glob("*.jsonl"))
-        for measurement in measurements.load([file])
+        for measurement in exported.load([file])
     )
     for measurement in measured:
         variant, problem = measurement.candidate.variant, measurement.cell.problem

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import pytest
 
 from kdabench import cli
 from kdabench.cli import inputs
-from kdabench.data import measurements
+from kdabench.data import exported
+from kdabench.measure.clock import Reading
+from kdabench.measure.journal import Journal, Outcome
 from support import synthetic
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +55,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "sweeps" / "dispatch.toml").write_text(SWEEP)
     plan = inputs.load_sweep(folder / "sweeps" / "dispatch.toml", 100)
     made = synthetic.measurements(plan.cells, plan.candidates, processes=2)
-    measurements.dump(made, folder / "results" / SLUG / "dispatch.jsonl")
+    exported.dump(made, folder / "results" / SLUG / "dispatch.jsonl")
     (folder / "results" / SLUG / "env.json").write_text(json.dumps(synthetic.ENVS))
     return folder
 
@@ -213,10 +216,10 @@ def test_a_bad_sweep_file_names_file_key_value_and_rule(
 
 def test_bad_records_name_file_and_line(kdabench: Any, work: Path) -> None:
     path = work / "results" / SLUG / "dispatch.jsonl"
-    path.write_text(path.read_text().replace('"status":"ok"', '"status":"fine"', 1))
+    path.write_text(path.read_text().replace('"kind":"decode"', '"kind":"fine"', 1))
     status, out, err = kdabench("fit", SLUG)
     assert (status, out) == (2, "")
-    assert f"results/{SLUG}/dispatch.jsonl:1: status: 'fine'" in one_line(err)
+    assert f"results/{SLUG}/dispatch.jsonl:12: kind: 'fine'" in one_line(err)
 
 
 def test_a_folder_that_cannot_be_written(kdabench: Any, work: Path) -> None:
@@ -263,13 +266,13 @@ def test_sweep_dry_run(kdabench: Any, work: Path) -> None:
 
 def test_cells_without_a_result_are_a_finding(kdabench: Any, work: Path) -> None:
     path = work / "results" / SLUG / "dispatch.jsonl"
-    made = measurements.load([path])
+    made = exported.load([path])
     broken = made[0].cell
     made = [
         synthetic.failed(r.cell, r.candidate, process=r.process) if r.cell == broken else r
         for r in made
     ]
-    measurements.dump(made, path)
+    exported.dump(made, path)
     status, _, err = kdabench("sweep", "sweeps/dispatch.toml")
     assert status == 1
     assert "no variant has a result in decode heads=12 requests=1 tokens=1" in err.splitlines()[-1]
@@ -305,7 +308,8 @@ def test_run_writes_everything_and_labels_a_replay(kdabench: Any, work: Path) ->
 
 def test_run_without_a_policy_still_reports(kdabench: Any, work: Path) -> None:
     path = work / "results" / SLUG / "dispatch.jsonl"
-    path.write_text(path.read_text().replace('"context":"layer"', '"context":"isolated"'))
+    isolated = [replace(m, cell=replace(m.cell, context="isolated")) for m in exported.load([path])]
+    exported.dump(isolated, path)
     sweep = work / "sweeps" / "dispatch.toml"
     sweep.write_text(sweep.read_text().replace("heads =", 'context = "isolated"\nheads ='))
     status, out, _ = kdabench("run", "sweeps/dispatch.toml")
@@ -370,11 +374,9 @@ def test_plot_list_show_of_a_device(kdabench: Any, work: Path) -> None:
 
 
 def test_a_measured_journal_is_exported_and_merged(kdabench: Any, work: Path) -> None:
-    from kdabench.measure.journal import Journal
-
     plan = inputs.load_sweep(work / "sweeps" / "dispatch.toml", 100)
     made = [
-        r for r in measurements.load([work / "results" / SLUG / "dispatch.jsonl"]) if r.process == 0
+        r for r in exported.load([work / "results" / SLUG / "dispatch.jsonl"]) if r.process == 0
     ][:18]
     for name in ("out/dispatch.db", "other.db"):
         with Journal.open(work / name, plan.digest, plan.question) as journal:
@@ -382,10 +384,8 @@ def test_a_measured_journal_is_exported_and_merged(kdabench: Any, work: Path) ->
             for r in made:
                 start = made.index(r) % 9 * len(r.samples_us)
                 for index, us in enumerate(r.samples_us):
-                    journal.add_round(r.cell, 0, start + index, [(r.candidate, us, None, None)])
-                journal.set_outcome(
-                    r.cell, 0, r.candidate, "ok", None, 1, r.bytes_moved, r.code, env, {}
-                )
+                    journal.add_round(r.cell, 0, start + index, [(r.candidate, Reading(us))])
+                journal.set_outcome(r.cell, 0, Outcome(r.candidate, "ok", None, 1, r.code), env)
     status, out, _ = kdabench("export", "sweeps/dispatch.toml", "--results", "elsewhere")
     assert (status, out) == (0, f"18 records in elsewhere/{SLUG}/dispatch.jsonl\n")
     assert kdabench("merge", "out/dispatch.db", "other.db", "--to", "all.db")[0] == 0

@@ -16,7 +16,7 @@ from kda_kernels.device.gpu import Gpu
 from kdabench.cli.inputs import known_options
 from kdabench.data import sweep
 from kdabench.data.measurements import Candidate
-from kdabench.data.sweep import SweepError, wave_requests
+from kdabench.data.sweep import SweepError, takes, wave_requests
 
 SWEEPS = Path(__file__).parents[2] / "sweeps"
 KNOWN: dict[str, dict[str, type]] = {
@@ -299,6 +299,16 @@ def test_the_dispatch_sweep_covers_the_policy() -> None:
     assert any(pdl for _, pdl in splits)
 
 
+def test_candidates_of_a_cell_take_its_kind() -> None:
+    found = standard("dispatch")
+    by_kind = {cell.kind: {c.variant for c in found.candidates_of(cell)} for cell in found.cells}
+    assert by_kind["replay"] == {"KdaFused", "KdaFusedWS"}
+    assert by_kind["flush"] >= {"KdaCommit"}
+    assert not by_kind["decode"] & {"KdaFused", "KdaFusedWS", "KdaCommit"}
+    assert {c for cell in found.cells for c in found.candidates_of(cell)} == set(found.candidates)
+    assert takes(Candidate.of("of somebody else", {}), "replay")
+
+
 def test_a_replay_finds_the_quick_sweep_in_the_dispatch_sweep() -> None:
     quick, dispatch = standard("quick"), standard("dispatch")
     assert set(quick.candidates) <= set(dispatch.candidates)
@@ -337,6 +347,7 @@ def test_the_data_modules_import_nothing_heavy() -> None:
         "data.devices",
         "data.provenance",
         "data.measurements",
+        "data.exported",
         "measure.journal",
         "policy.constants",
         "policy.emit",

@@ -28,13 +28,13 @@ import pytest
 import typer
 
 from kdabench.cli import console, data, evidence, measuring
-from kdabench.data import devices, measurements, provenance
+from kdabench.data import devices, exported, measurements, provenance
 from kdabench.data.measurements import Candidate, Cell, Measurement, MeasurementError, l2_state
 from kdabench.data.provenance import ProvenanceWarning
 from kdabench.measure import session, worker_process
 from kdabench.measure.clock import Reading, ReplayedClock, rotation
 from kdabench.measure.contest import Plan, run_contest, twin_verdict, twins
-from kdabench.measure.journal import Journal, JournalBusy, JournalError, export
+from kdabench.measure.journal import Journal, JournalBusy, JournalError, Outcome, export
 from kdabench.policy import emit, fit, regret
 from kdabench.review import compare
 from support import synthetic, workers
@@ -72,7 +72,7 @@ def fitted(rows: Sequence[Measurement]) -> tuple[Any, Any]:
 def write(
     folder: Path, found: Sequence[Measurement], envs: dict[str, dict[str, Any]] = synthetic.ENVS
 ) -> Path:
-    measurements.dump(found, folder / "dispatch.jsonl")
+    exported.dump(found, folder / "dispatch.jsonl")
     (folder / "env.json").write_text(json.dumps(envs))
     return folder / "dispatch.jsonl"
 
@@ -104,7 +104,7 @@ def test_case_01_cold_and_warm_are_not_mixed(tmp_path: Path) -> None:
         MeasurementError,
         match=r"unique_bytes: 100000000: below 3 x the L2 of 50000000 bytes is not cold",
     ):
-        measurements.load([path])
+        exported.load([path])
 
 
 @pytest.mark.gpu
@@ -179,21 +179,21 @@ def test_case_05_impossible_samples_never_win(time_us: float, tmp_path: Path) ->
         Journal.open(tmp_path / "a.db", "sha256:0", "?") as journal,
         pytest.raises(ValueError, match="finite and > 0"),
     ):
-        journal.add_round(CELL, 0, 0, [(GOOD, time_us, None, None)])
-    line = synthetic.measurement(CELL, STOCK, [5.0]).to_json() | {
-        "samples_us": [time_us],
-        "rounds": [0],
-    }
-    with pytest.raises(MeasurementError, match="samples_us"):
-        Measurement.from_json(line | {"sm_clock_mhz": [None], "throttled": [None]})
+        journal.add_round(CELL, 0, 0, [(GOOD, Reading(time_us))])
+    path = write(tmp_path, [synthetic.measurement(CELL, STOCK, [5.0])])
+    text = path.read_text()
+    path.write_text(text.replace("[5.0]", f"[{json.dumps(time_us)}]"))
+    with pytest.raises(MeasurementError, match=r"dispatch\.jsonl:5: (runs.samples_us|not strict)"):
+        exported.load([path])
     if not math.isfinite(time_us):
         with pytest.raises(ValueError, match="JSON compliant"):
-            measurements.canonical(line)
+            measurements.canonical([time_us])
 
 
 def test_case_05_empty_single_and_failed(tmp_path: Path) -> None:
+    path = write(tmp_path, [synthetic.measurement(CELL, STOCK, [])])
     with pytest.raises(MeasurementError, match="status ok needs a time"):
-        Measurement.from_json(synthetic.measurement(CELL, STOCK, []).to_json())
+        exported.load([path])
     rows = [synthetic.measurement(CELL, STOCK, [5.0]), synthetic.failed(CELL, split(1))]
     module = emit.load(emit.emit(fitted(rows)[0]))
     assert module.choose(12, 4, 1, "decode").variant == "stock"
@@ -202,7 +202,7 @@ def test_case_05_empty_single_and_failed(tmp_path: Path) -> None:
     assert summary.without_winner == sweep.cells
     assert {r.candidate.options["split"]: (r.status, r.reason) for r in summary.measurements} == {
         1: ("unstable", "impossible sample: nan us"), 2: ("wrong", "made up: wrong")}  # fmt: skip
-    assert "NaN" not in measurements.dumps(summary.measurements)
+    assert "NaN" not in exported.dumps(summary.measurements)
     with pytest.raises(typer.Exit) as ended:
         measuring.finish(summary)
     assert ended.value.exit_code == console.FINDING
@@ -249,11 +249,10 @@ def test_case_07_a_failed_capture_has_no_time(tmp_path: Path) -> None:
     sweep = workers.make_sweep(tmp_path, (GOOD, candidate(4, "capture_failed")))
     failed = [r for r in workers.run(sweep, tmp_path).measurements if r.status != "ok"]
     assert [(r.status, r.samples_us) for r in failed] == [("capture_failed", ())]
-    line = synthetic.failed(CELL, STOCK, "capture_failed").to_json()
+    timed = replace(synthetic.measurement(CELL, STOCK, [5.0]), status="capture_failed", reason="?")
+    path = write(tmp_path / "results", [timed])
     with pytest.raises(MeasurementError, match="status capture_failed has no time"):
-        Measurement.from_json(
-            line | {"samples_us": [5.0], "rounds": [0], "sm_clock_mhz": [None], "throttled": [None]}
-        )
+        exported.load([path])
 
 
 @pytest.mark.gpu
@@ -461,9 +460,9 @@ def test_case_12_a_journal_cut_anywhere_keeps_all_complete_results(tmp_path: Pat
     ends = []
     with Journal.open(path, "sha256:0", "?") as journal:
         for index in range(3):
-            journal.add_round(CELL, 0, index, [(STOCK, 1.0 + index, None, None)])
+            journal.add_round(CELL, 0, index, [(STOCK, Reading(1.0 + index))])
             ends.append(log.stat().st_size)
-        journal.set_outcome(CELL, 0, STOCK, "ok", None, 1, 1, "k-0", "sha256:e", {})
+        journal.set_outcome(CELL, 0, Outcome(STOCK, "ok", None, 1, "k-0"), "sha256:e")
         ends.append(log.stat().st_size)
         content = log.read_bytes()
         shutil.copy(path, tmp_path / "whole.db")
@@ -479,27 +478,9 @@ def test_case_12_a_journal_cut_anywhere_keeps_all_complete_results(tmp_path: Pat
         log.write_bytes(content[:at])
         path.with_name("a.db-shm").unlink(missing_ok=True)
         with Journal.open(path, "sha256:0", "?") as journal:
-            assert journal.history(CELL, 0)[1] == sum(end <= at for end in ends[:3])
+            assert journal.readings(CELL, 0)[1] == sum(end <= at for end in ends[:3])
             assert len(journal.measurements()) == (at >= ends[3])
     assert sqlite3.connect(path).execute("PRAGMA integrity_check").fetchone() == ("ok",)
-
-
-def test_case_12_leases_of_a_killed_writer_are_free_again(tmp_path: Path) -> None:
-    shares = [(CELL, 0), (CELL, 1)]
-    with Journal.open(tmp_path / "a.db", "sha256:0", "?") as journal:
-        assert journal.lease(shares, "gpu 0", 10, now=100) == (CELL, 0)
-        assert journal.lease(shares, "gpu 1", 10, now=100) == (CELL, 1)
-        assert journal.lease(shares, "gpu 2", 10, now=105) is None
-        assert journal.renew(CELL, 0, "gpu 0", 10, now=109)
-        assert not journal.renew(CELL, 1, "gpu 1", 10, now=111), "it lapsed"
-        assert journal.lease(shares, "gpu 2", 10, now=111) == (CELL, 1)
-        journal.finish_cell(CELL, 0)
-        assert journal.leases() == {(CELL, 1): ("gpu 2", 121)}
-        with Journal.read(tmp_path / "a.db") as reader:
-            assert reader.leases() == journal.leases()
-    with Journal.open(tmp_path / "a.db", "sha256:0", "?") as journal:
-        assert journal.leases() == {}
-        assert journal.lease(shares, "gpu 0", 10) == (CELL, 1)
 
 
 @pytest.mark.parametrize("field", [*provenance.FIELDS, "code"])
@@ -516,9 +497,9 @@ def test_case_13_each_altered_field_is_refused_warned_of_or_free(
         warnings.simplefilter("always")
         if kind == "hard":
             with pytest.raises(MeasurementError, match=f"{field}.*must not be mixed"):
-                measurements.load([path])
+                exported.load([path])
         else:
-            assert len(measurements.load([path])) == 2
+            assert len(exported.load([path])) == 2
     assert [str(w.message).startswith(field) for w in seen if w.category is ProvenanceWarning] == [
         True
     ] * (kind == "soft")
@@ -680,10 +661,10 @@ def test_case_19_statistics_are_of_the_raw_samples_in_order(tmp_path: Path) -> N
     with Journal.open(tmp_path / "a.db", "sha256:0", "?") as journal:
         env = journal.add_env(synthetic.ENV)
         for index, us in enumerate(samples):
-            journal.add_round(CELL, 0, index, [(STOCK, us, None, None)])
-        journal.set_outcome(CELL, 0, STOCK, "ok", None, 10**9, 1, "k-0", env, {})
+            journal.add_round(CELL, 0, index, [(STOCK, Reading(us))])
+        journal.set_outcome(CELL, 0, Outcome(STOCK, "ok", None, 10**9, "k-0"), env)
         path = export(journal, tmp_path, "synthetic-one", "dispatch")
-    (row,) = measurements.load([path])
+    (row,) = exported.load([path])
     assert list(row.samples_us) == samples
     replayed = run_contest([STOCK], ReplayedClock([row]), Plan(max_rounds=9))
     assert replayed.samples[STOCK] == samples
@@ -762,18 +743,18 @@ def test_case_24_a_full_disk_while_journaling_keeps_what_is_done(tmp_path: Path)
         journal._db.execute(f"PRAGMA max_page_count = {pages + 1}")
         with pytest.raises(JournalError, match="disk is full") as caught:  # noqa: PT012
             for index in range(10_000):
-                journal.add_round(CELL, 0, index, [(STOCK, 3.0, 1980, False)] * 50)
+                journal.add_round(CELL, 0, index, [(STOCK, Reading(3.0, 1980, False))] * 50)
         assert isinstance(caught.value.__cause__, sqlite3.Error), "a finding, status 1"
     with Journal.read(path) as journal:
-        assert journal.history(CELL, 0)[1] == index
+        assert journal.readings(CELL, 0)[1] == index
 
 
 def test_case_24_a_results_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "results").touch()
     with Journal.open(tmp_path / "a.db", "sha256:0", "?") as journal:
         env = journal.add_env(synthetic.ENV)
-        journal.add_round(CELL, 0, 0, [(STOCK, 5.0, None, None)])
-        journal.set_outcome(CELL, 0, STOCK, "ok", None, 10**9, 1, "k-0", env, {})
+        journal.add_round(CELL, 0, 0, [(STOCK, Reading(5.0))])
+        journal.set_outcome(CELL, 0, Outcome(STOCK, "ok", None, 10**9, "k-0"), env)
         with pytest.raises(JournalError, match=r"results.*(Not a directory|File exists)") as caught:
             export(journal, tmp_path / "results", "synthetic-one", "dispatch")
         assert isinstance(caught.value.__cause__, OSError), "a finding, status 1"

@@ -10,7 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kdabench.data import measurements
+from kdabench.data import exported, measurements
 from kdabench.data.measurements import Cell
 from kdabench.measure import journal as journals
-from kdabench.measure.journal import Journal, JournalBusy, JournalError
+from kdabench.measure.clock import Reading
+from kdabench.measure.journal import Journal, JournalBusy, JournalError, Outcome
 from support import synthetic
 from support.synthetic import STOCK, split
 
@@ -43,9 +44,8 @@ def outcome(
     status: Any = "ok",
     reason: str | None = None,
 ) -> None:
-    journal.set_outcome(
-        cell, process, candidate, status, reason, 10**9, 5, "k-0", ENV, {"compile_s": 1.5}
-    )
+    told = Outcome(candidate, status, reason, 10**9, "k-0", {"compile_s": 1.5})
+    journal.set_outcome(cell, process, told, ENV)
 
 
 def fill(path: Path, process: int = 0, **changes: Any) -> None:
@@ -53,13 +53,13 @@ def fill(path: Path, process: int = 0, **changes: Any) -> None:
     with start(path, **changes) as journal:
         assert journal.add_env(synthetic.ENV) == ENV
         for i in range(3):
-            journal.add_round(CELL, process, i, [(split(2), 5.0 + i, 1980, False), (STOCK, 9.0, None, None),
-                                                 (split(2), 5.5 + i, 1980, True)], order=[1, 0, 1])  # fmt: skip
+            journal.add_round(CELL, process, i, [(split(2), Reading(5.0 + i, 1980, False)), (STOCK, Reading(9.0)),
+                                                 (split(2), Reading(5.5 + i, 1980, True))], order=[1, 0, 1])  # fmt: skip
         outcome(journal, CELL, process, split(2))
         outcome(journal, CELL, process, STOCK)
         outcome(journal, CELL, process, split(8), "fault", "illegal access")
         journal.finish_cell(CELL, process)
-        journal.add_round(OTHER, process, 0, [(STOCK, 3.0, 1980, False)])
+        journal.add_round(OTHER, process, 0, [(STOCK, Reading(3.0, 1980, False))])
 
 
 @pytest.fixture
@@ -75,15 +75,12 @@ def test_what_goes_in_comes_out(path: Path) -> None:
             "partial",
             "new",
         ]
-        assert journal.history(OTHER, 0) == ({STOCK: [(0, 3.0)]}, 1)
-        assert journal.history(CELL, 1) == ({}, 0)
-        assert journal.history(CELL, 0)[0][split(2)] == [
-            (0, 5.0),
-            (0, 5.5),
-            (1, 6.0),
-            (1, 6.5),
-            (2, 7.0),
-            (2, 7.5),
+        assert journal.readings(OTHER, 0) == ({STOCK: [(0, Reading(3.0, 1980, False))]}, 1)
+        assert journal.readings(CELL, 1) == ({}, 0)
+        assert journal.readings(CELL, 0)[0][split(2)] == [
+            (i, Reading(us + i, 1980, slow))
+            for i in range(3)
+            for us, slow in ((5.0, False), (5.5, True))
         ]
         found = journal.measurements()
         assert [(r.candidate, r.status, len(r.samples_us)) for r in found] == [
@@ -105,41 +102,101 @@ def test_a_candidate_that_fails_later_has_no_time_but_its_samples_are_kept(path:
         outcome(journal, CELL, 0, STOCK, "wrong", "state differs")
         failed = journal.outcomes(CELL, 0)[2]
         assert (failed.status, failed.reason, failed.samples_us) == ("wrong", "state differs", ())
-        assert len(journal.history(CELL, 0)[0][STOCK]) == 3
+        assert len(journal.readings(CELL, 0)[0][STOCK]) == 3
 
 
 def test_rounds_are_forgotten_and_failures_stay(path: Path) -> None:
     fill(path)
     with start(path) as journal:
-        journal.add_round(CELL, 0, 3, [(STOCK, 9.0, None, None)], gpu={"power_w": 300})
+        journal.add_round(CELL, 0, 3, [(STOCK, Reading(9.0))], gpu={"power_w": 300})
         assert journal.gpu_states(CELL, 0) == {3: {"power_w": 300}}
         journal.forget_rounds(CELL, 0)
         assert journal.readings(CELL, 0) == ({}, 0)
         assert journal.gpu_states(CELL, 0) == {}
         assert [r.status for r in journal.outcomes(CELL, 0)] == ["fault"]
-        assert journal.history(OTHER, 0)[1] == 1
+        assert journal.readings(OTHER, 0)[1] == 1
 
 
-def test_a_journal_of_the_first_layout_is_read_and_merged(path: Path, tmp_path: Path) -> None:
+LEASE = """CREATE TABLE lease (cell INTEGER NOT NULL, process INTEGER NOT NULL,
+    holder TEXT NOT NULL, expires REAL NOT NULL, PRIMARY KEY (cell, process)) WITHOUT ROWID"""
+
+
+def age(path: Path, version: int, tables: Sequence[str]) -> None:
+    """Takes a journal back to an earlier layout, as it was written then, with some of the tables
+    gpu and lease. One of version 1 doesn't count them."""
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        database.execute("ALTER TABLE candidate RENAME COLUMN options TO spec")
+        database.execute("INSERT INTO meta VALUES ('schema', '2')")
+        database.execute("ALTER TABLE outcome RENAME TO now")
+        database.execute(journals._STEPS[0][6])
+        database.execute("""INSERT INTO outcome SELECT cell, process, candidate, status, reason,
+                            unique_bytes, 5, code, env, info FROM now""")
+        database.execute("DROP TABLE now")
+        if "lease" in tables:
+            database.execute(LEASE)
+            database.execute("INSERT INTO lease VALUES (1, 0, 'pid 1', 5.0)")
+        if "gpu" not in tables:
+            database.execute("DROP TABLE gpu")
+        database.execute(f"PRAGMA user_version = {version if version > 1 else 0}")
+
+
+def layout(path: Path) -> list[tuple[str, str]]:
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master ORDER BY 1")]
+        return [
+            (table, column)
+            for table in tables
+            for (column,) in database.execute("SELECT name FROM pragma_table_info(?)", (table,))
+        ]
+
+
+@pytest.mark.parametrize(
+    ("version", "tables"),
+    [(1, ()), (1, ("gpu", "lease")), (2, ("gpu", "lease")), (3, ("gpu",))],
+)
+def test_a_journal_of_an_earlier_layout_is_read_merged_and_written(
+    path: Path, tmp_path: Path, version: int, tables: Sequence[str]
+) -> None:
     fill(path)
-    with sqlite3.connect(path) as database:
-        database.execute("DROP TABLE gpu")
-        database.execute("DROP TABLE lease")
-    with Journal.read(path) as journal:
-        assert journal.gpu_states(CELL, 0) == journal.leases() == {}
-        assert len(journal.measurements()) == 3
-    journals.merge([path], tmp_path / "merged.db")
     with start(path) as journal:
-        assert journal.lease([(OTHER, 0)], "me", 10) == (OTHER, 0)
+        before, rounds, now = journal.measurements(), journal.readings(CELL, 0), layout(path)
+    age(path, version, tables)
+    content = path.read_bytes()
+    assert layout(path) != now
+    with Journal.read(path) as journal:
+        assert journal.measurements() == before
+        assert journal.gpu_states(CELL, 0) == {}
+        assert journal.sweep_digest == DIGEST
+    assert path.read_bytes() == content, "a reader leaves it as it was"
+    journals.merge([path], tmp_path / "merged.db")
+    for opened in (path, tmp_path / "merged.db"):
+        with start(opened) as journal:
+            assert (journal.measurements(), journal.readings(CELL, 0)) == (before, rounds)
+            journal.add_round(CELL, 0, 3, [(STOCK, Reading(9.0))], gpu={"power_w": 300})
+            assert journal.gpu_states(CELL, 0) == {3: {"power_w": 300}}
+        assert layout(opened) == now
+
+
+def test_layouts_that_cannot_be_read(path: Path) -> None:
+    fill(path)
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        database.execute("PRAGMA user_version = 99")
+    for use in (start, Journal.read):
+        with pytest.raises(JournalError, match="layout 99: this version reads up to 4"):
+            use(path)
+    age(path, 1, ())
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        database.execute("UPDATE meta SET value = '1' WHERE key = 'schema'")
+    for use in (start, Journal.read):
+        with pytest.raises(JournalError, match="has another layout, of an earlier version"):
+            use(path)
 
 
 @pytest.mark.parametrize("time_us", [0.0, -1.0, float("nan"), float("inf")])
 def test_impossible_samples_are_refused(path: Path, time_us: float) -> None:
     with start(path) as journal:
         with pytest.raises(ValueError, match="finite and > 0"):
-            journal.add_round(
-                CELL, 0, 0, [(STOCK, 1.0, None, None), (split(1), time_us, None, None)]
-            )
+            journal.add_round(CELL, 0, 0, [(STOCK, Reading(1.0)), (split(1), Reading(time_us))])
         assert journal.cell_state(CELL, 0) == "new"
 
 
@@ -147,7 +204,7 @@ def test_mistakes_of_a_caller(path: Path) -> None:
     fill(path)
     with start(path) as journal:
         with pytest.raises(ValueError, match="round 0 of process 0 is there already"):
-            journal.add_round(OTHER, 0, 0, [(STOCK, 1.0, None, None)])
+            journal.add_round(OTHER, 0, 0, [(STOCK, Reading(1.0))])
         with pytest.raises(ValueError, match="with a reason unless ok"):
             outcome(journal, CELL, 0, STOCK, "fault")
         with pytest.raises(ValueError, match="status='fine'"):
@@ -216,9 +273,9 @@ def test_disk_full_keeps_what_was_acknowledged(path: Path) -> None:
         kept = 1
         with pytest.raises(JournalError, match="database or disk is full"):  # noqa: PT012
             for i in range(1, 100_000):
-                journal.add_round(OTHER, 0, i, [(STOCK, 3.0, 1980, False)] * 50)
+                journal.add_round(OTHER, 0, i, [(STOCK, Reading(3.0, 1980, False))] * 50)
                 kept += 1
-        assert journal.history(OTHER, 0)[1] == kept
+        assert journal.readings(OTHER, 0)[1] == kept
         assert journal.progress().rounds == 3 + kept
 
 
@@ -227,12 +284,13 @@ WRITER = textwrap.dedent("""
     from pathlib import Path
     from kdabench.measure.journal import Journal
     from kdabench.data.measurements import Candidate, Cell
+    from kdabench.measure.clock import Reading
     candidates = [Candidate.of("KdaSplit", {"split": s}) for s in (1, 2, 4)]
     with Journal.open(Path(sys.argv[1]), "sha256:sweep", "Why?") as journal:
         cell = Cell("decode", 1, 12)
-        first = journal.history(cell, 0)[1]
+        first = journal.readings(cell, 0)[1]
         for i in range(first, 10**6):
-            journal.add_round(cell, 0, i, [(c, 1.0 + i, 1980, False) for c in candidates])
+            journal.add_round(cell, 0, i, [(c, Reading(1.0 + i, 1980, False)) for c in candidates])
             print(i, flush=True)
 """)
 
@@ -251,10 +309,11 @@ def test_killed_at_random_no_acknowledged_round_is_lost(path: Path) -> None:
             rest = process.stdout.read().splitlines()
         acknowledged = max([acknowledged, *(int(line) for line in rest[:-1])])
         with start(path) as journal:
-            found, upcoming = journal.history(OTHER, 0)
+            found, upcoming = journal.readings(OTHER, 0)
             assert upcoming > acknowledged
             assert {len(times) for times in found.values()} == {upcoming}
-            assert all(times == [(i, 1.0 + i) for i in range(upcoming)] for times in found.values())
+            expected = [(i, Reading(1.0 + i, 1980, False)) for i in range(upcoming)]
+            assert all(readings == expected for readings in found.values())
 
 
 def cuts(size: int, frame: int = 4096 + 24) -> Iterator[int]:
@@ -273,7 +332,7 @@ def test_a_log_cut_anywhere_keeps_all_whole_rounds(path: Path, tmp_path: Path) -
     log = Path(f"{path}-wal")
     with start(path) as journal:
         for i in range(4):
-            journal.add_round(OTHER, 0, i, [(STOCK, 1.0 + i, None, None)])
+            journal.add_round(OTHER, 0, i, [(STOCK, Reading(1.0 + i))])
             sizes.append(log.stat().st_size)
         for file in (path, log):
             shutil.copy(file, tmp_path)
@@ -285,7 +344,7 @@ def test_a_log_cut_anywhere_keeps_all_whole_rounds(path: Path, tmp_path: Path) -
         Path(f"{cut}-wal").write_bytes(content[:at])
         Path(f"{cut}-shm").unlink(missing_ok=True)
         with start(cut) as journal:
-            assert journal.history(OTHER, 0)[1] == sum(size <= at for size in sizes)
+            assert journal.readings(OTHER, 0)[1] == sum(size <= at for size in sizes)
 
 
 def test_an_empty_log_is_a_new_journal(path: Path) -> None:
@@ -300,7 +359,7 @@ def test_export_writes_what_load_reads(path: Path, tmp_path: Path) -> None:
     with Journal.read(path) as journal:
         written = journals.export(journal, tmp_path / "results", "synthetic-one", "dispatch")
         assert written == tmp_path / "results" / "synthetic-one" / "dispatch.jsonl"
-        assert measurements.load([written]) == journal.measurements()
+        assert exported.load([written]) == journal.measurements()
         before = written.read_bytes(), (written.parent / "env.json").read_bytes()
         journals.export(journal, tmp_path / "results", "synthetic-one", "dispatch")
         assert before == (written.read_bytes(), (written.parent / "env.json").read_bytes())
@@ -328,7 +387,7 @@ def test_what_export_refuses(path: Path, tmp_path: Path) -> None:
         with pytest.raises(JournalError, match="is ok without a sample"):
             journals.export(journal, tmp_path / "results", "synthetic-one", "other")
         (tmp_path / "file").touch()
-        journal.add_round(CELL, 0, 0, [(STOCK, 1.0, None, None)])
+        journal.add_round(CELL, 0, 0, [(STOCK, Reading(1.0))])
         with pytest.raises(JournalError, match=r"Not a directory|File exists"):
             journals.export(journal, tmp_path / "file", "synthetic-one", "other")
 
@@ -347,7 +406,7 @@ def test_merge_joins(tmp_path: Path) -> None:
                 assert [
                     r for r in merged.measurements() if r.process == process
                 ] == journal.measurements()
-                assert merged.history(OTHER, process) == journal.history(OTHER, process)
+                assert merged.readings(OTHER, process) == journal.readings(OTHER, process)
         assert merged.envs() == synthetic.ENVS
     assert {p.name for p in tmp_path.iterdir()} >= {"all.db"}
     assert not list(tmp_path.glob(".all*"))
@@ -358,7 +417,7 @@ def test_what_merge_refuses(tmp_path: Path) -> None:
     fill(a)
     fill(b)
     with start(b) as journal:
-        journal.add_round(OTHER, 0, 1, [(STOCK, 3.0, 1980, False)])
+        journal.add_round(OTHER, 0, 1, [(STOCK, Reading(3.0, 1980, False))])
     with pytest.raises(
         JournalError, match=r"b\.db: differs from the others in process 0 of .*decode"
     ):
@@ -394,12 +453,12 @@ def test_samples_survive_to_the_last_bit(
     path.unlink(missing_ok=True)
     with start(path) as journal:
         for i, readings in enumerate(rounds):
-            journal.add_round(CELL, 0, i, [(c, us, None, None) for c, us in readings])
-        expected: dict[measurements.Candidate, list[tuple[int, float]]] = {}
+            journal.add_round(CELL, 0, i, [(c, Reading(us)) for c, us in readings])
+        expected: dict[measurements.Candidate, list[tuple[int, Reading]]] = {}
         for i, readings in enumerate(rounds):
             for candidate, us in readings:
-                expected.setdefault(candidate, []).append((i, us))
-        assert journal.history(CELL, 0) == (expected, len(rounds))
+                expected.setdefault(candidate, []).append((i, Reading(us)))
+        assert journal.readings(CELL, 0) == (expected, len(rounds))
 
 
 def test_the_log_is_synced(path: Path) -> None:

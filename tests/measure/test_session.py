@@ -19,7 +19,7 @@ from kdabench.data.sweep import Sweep
 from kdabench.measure import session, worker, worker_process
 from kdabench.measure.clock import Reading
 from kdabench.measure.contest import Plan, run_contest
-from kdabench.measure.journal import Journal, export, merge
+from kdabench.measure.journal import Journal, Outcome, export, merge
 from support import workers
 
 PLAN = Plan(min_rounds=3, max_rounds=4)
@@ -74,11 +74,7 @@ def serve(pipe: Connection, trouble: str | None, pause_s: float = 0.0) -> None:
             if candidate == BAD and trouble == "hang":
                 time.sleep(1000)
             if candidate == BAD and trouble == "wrong":
-                pipe.send(
-                    worker.Outcome(
-                        candidate, "wrong", "out: norm error 1.0 > 5e-3", 0, 10**6, "0-0"
-                    )
-                )
+                pipe.send(Outcome(candidate, "wrong", "out: norm error 1.0 > 5e-3", 0, "0-0"))
                 continue
             ready.append(candidate)
         pipe.send(worker.Began("measure"))
@@ -96,7 +92,7 @@ def serve(pipe: Connection, trouble: str | None, pause_s: float = 0.0) -> None:
             on_round=keep,
         )
         for candidate in ready:
-            pipe.send(worker.Outcome(candidate, "ok", None, 10**9, 10**6, "0-0"))
+            pipe.send(Outcome(candidate, "ok", None, 10**9, "0-0"))
         pipe.send(worker.CellDone())
 
 
@@ -209,15 +205,25 @@ def test_a_worker_that_does_not_come_up_ends_the_sweep_in_one_line(tmp_path: Pat
     assert workers.run(sweep, tmp_path).done == 1
 
 
-def test_rounds_come_with_the_state_of_the_gpu_and_leases_end_with_cells(tmp_path: Path) -> None:
+def test_rounds_come_with_the_state_of_the_gpu(tmp_path: Path) -> None:
     sweep = workers.make_sweep(tmp_path, (workers.candidate(1), workers.candidate(2)))
     summary = workers.run(sweep, tmp_path)
     with Journal.read(summary.journal) as journal:
         states = journal.gpu_states(sweep.cells[0], 0)
-        assert journal.leases() == {}
     assert list(states) == list(range(len(states)))
     assert states[0] == {"power_w": 300}
     assert sum(summary.twins.values()) == 1
+
+
+def test_what_does_not_take_the_kind_is_not_kept(tmp_path: Path) -> None:
+    commits = Candidate.of("KdaCommit", {"does": "its work"})
+    sweep = workers.make_sweep(tmp_path, (workers.candidate(1), commits))
+    summary = workers.run(sweep, tmp_path)
+    assert (summary.done, summary.without_winner) == (1, ())
+    assert [r.candidate for r in summary.measurements] == [workers.candidate(1)]
+    only = workers.make_sweep(tmp_path / "only", (commits,))
+    summary = workers.run(only, tmp_path / "only")
+    assert (summary.done, summary.measurements, summary.without_winner) == (1, [], ())
 
 
 def test_a_cell_in_which_nothing_is_ok_has_no_winner(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from kdabench.data.measurements import Candidate, Cell, Status
 from kdabench.measure import cell_bench, worker
 from kdabench.measure.clock import ExhaustedError, Reading
 from kdabench.measure.contest import Plan
+from kdabench.measure.journal import Outcome
 
 A, B, C = (Candidate.of("KdaSplit", {"split": n}) for n in (1, 2, 4))
 CELL = Cell("decode", 4, 12)
@@ -104,7 +105,7 @@ class Pipe:
         self.sent.append(message)
 
     def outcomes(self) -> dict[Candidate, tuple[str, str | None]]:
-        told = [m for m in self.sent if isinstance(m, worker.Outcome)]
+        told = [m for m in self.sent if isinstance(m, Outcome)]
         assert len({m.candidate for m in told}) == len(told)
         return {m.candidate: (m.status, m.reason) for m in told}
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kdabench import cli
-from kdabench.data import measurements
+from kdabench.data import exported
 from kdabench.data.measurements import Candidate, Cell, Measurement, cell_order
 from kdabench.data.sweep import Sweep
 from kdabench.measure import session
@@ -237,7 +237,7 @@ def test_what_a_replay_lacks_is_asked_for_once() -> None:
 def results(tmp_path: Path) -> Path:
     """Records of a made-up device; two rows."""
     made = synthetic.measurements(CELLS, CANDIDATES, processes=2, noise=0.001)
-    measurements.dump(made, tmp_path / "results" / "synthetic" / "made-up.jsonl")
+    exported.dump(made, tmp_path / "results" / "synthetic" / "made-up.jsonl")
     (tmp_path / "results" / "synthetic" / "env.json").write_text(json.dumps(synthetic.ENVS))
     return tmp_path / "results"
 
@@ -319,10 +319,10 @@ def test_the_command(
 
 
 def test_recorded_cells_make_a_good_policy_with_fewer_of_them() -> None:
-    envs = measurements.load_envs([RECORDED / "dispatch.jsonl"])
+    envs = exported.load_envs([RECORDED / "dispatch.jsonl"])
     rows = [
         r
-        for r in measurements.load([RECORDED / "dispatch.jsonl"])
+        for r in exported.load([RECORDED / "dispatch.jsonl"])
         if r.cell.kind == "record" and r.cell.tokens == 4
     ]
     found: dict[Cell, list[Measurement]] = {}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kdabench import cli
-from kdabench.data import measurements, provenance
+from kdabench.data import exported, provenance
 from kdabench.data.measurements import Candidate, Cell, Measurement
 from kdabench.measure.contest import student
 from kdabench.review import compare
@@ -379,7 +379,7 @@ def kdabench(
 
 
 def write(path: Path, found: Sequence[Measurement]) -> str:
-    measurements.dump(found, path)
+    exported.dump(found, path)
     (path.parent / "env.json").write_text(json.dumps(synthetic.ENVS))
     return str(path)
 

@@ -14,7 +14,7 @@ import pytest
 
 from kdabench import cli
 from kdabench.cli import inputs
-from kdabench.data import measurements
+from kdabench.data import exported
 from kdabench.data.measurements import Cell, Measurement
 from kdabench.data.targets import Target
 from kdabench.policy import fit
@@ -263,7 +263,7 @@ def kdabench(
     (tmp_path / "sweeps" / "dispatch.toml").write_text(SWEEP)
     asked = inputs.load_sweep(tmp_path / "sweeps" / "dispatch.toml", 100).candidates
     found = synthetic.measurements(cells(1, 4, 16), asked, processes=1)
-    measurements.dump(found, tmp_path / "results" / SLUG / "dispatch.jsonl")
+    exported.dump(found, tmp_path / "results" / SLUG / "dispatch.jsonl")
     (tmp_path / "results" / SLUG / "env.json").write_text(json.dumps(synthetic.ENVS))
     monkeypatch.chdir(tmp_path)
 

@@ -57,7 +57,7 @@ def measurement(
 ) -> Measurement:
     plain = Measurement(
         cell, candidate, "ok", None, process, tuple(samples), tuple(range(len(samples))), (1980,) * len(samples),
-        (False,) * len(samples), 10**9, cell.problem.bytes_moved, candidate.variant + "-0", next(iter(ENVS)),
+        (False,) * len(samples), 10**9, candidate.variant + "-0", next(iter(ENVS)),
     )  # fmt: skip
     return replace(plain, **changes)
 

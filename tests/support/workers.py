@@ -21,6 +21,7 @@ from kdabench.data.sweep import Sweep
 from kdabench.measure import session, worker
 from kdabench.measure.clock import Reading
 from kdabench.measure.contest import Plan, run_contest
+from kdabench.measure.journal import Outcome
 
 PLAN = Plan(min_rounds=3, max_rounds=4)
 ENV = {"gpu": "Synthetic GPU", "sms": 100, "uuid": "GPU-0"}
@@ -168,11 +169,7 @@ def prepare(pipe: Connection, candidate: Candidate, company: int) -> bool:
 
 
 def outcome(pipe: Connection, candidate: Candidate, status: Any, reason: str | None) -> None:
-    pipe.send(
-        worker.Outcome(
-            candidate, status, reason, 10**9, 10**6, "sha256:" + "0" * 64, {"compile_s": 1.5}
-        )
-    )
+    pipe.send(Outcome(candidate, status, reason, 10**9, "sha256:" + "0" * 64, {"compile_s": 1.5}))
 
 
 if __name__ == "__main__":

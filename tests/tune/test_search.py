@@ -24,7 +24,7 @@ from optuna.trial import TrialState
 from kda_kernels import variants
 from kdabench import cli
 from kdabench.cli import inputs
-from kdabench.data import measurements, sweep
+from kdabench.data import exported, sweep
 from kdabench.data.measurements import Candidate, Cell, Measurement
 from kdabench.measure.contest import Contest, Plan
 from kdabench.review import search_plot
@@ -175,12 +175,11 @@ def test_a_quarter_of_the_recorded_grid_is_enough(sampler: Any) -> None:
     """Decodes of the H200, 168 candidates in each: within 1 % of the exhaustive best, with each of
     five seeds."""
     path = ROOT / "results" / "nvidia-h200" / "grid.jsonl"
-    lines = [
-        line
-        for line in path.read_text().splitlines()
-        if '"decode"' in line and '"KdaSplit"' in line
-    ]
-    bench = RecordedBench([Measurement.from_json(json.loads(line)) for line in lines])
+    bench = RecordedBench(
+        m
+        for m in exported.load([path])
+        if m.cell.kind == "decode" and m.candidate.variant == "KdaSplit"
+    )
     tasks = recorded_tasks(bench, bench.cells, "KdaSplit")
     assert [len(t.space.points) for t in tasks] == [168] * 6
     best = [
@@ -428,7 +427,7 @@ def kdabench(
     (tmp_path / "made-up.toml").write_text(SWEEP)
     plan = inputs.load_sweep(tmp_path / "made-up.toml", 100)
     folder = tmp_path / "results" / "synthetic-one"
-    measurements.dump(
+    exported.dump(
         synthetic.measurements(plan.cells, plan.candidates, processes=3), folder / "made-up.jsonl"
     )
     (folder / "env.json").write_text(json.dumps(synthetic.ENVS))
