@@ -30,7 +30,7 @@ def kdabench(
 ) -> Any:
     floor_us = synthetic.ROOFLINE.floor_us(CELL.problem)
     row = synthetic.measurement(CELL, synthetic.STOCK, [2 * floor_us] * 3)
-    measurements.dump([row], tmp_path / "results" / SLUG / "dispatch.jsonl")
+    exported.dump([row], tmp_path / "results" / SLUG / "dispatch.jsonl")
     (tmp_path / "results" / SLUG / "env.json").write_text(json.dumps(synthetic.ENVS))
     monkeypatch.chdir(tmp_path)
 
