@@ -401,8 +401,8 @@ def check(
 ) -> None:
     """Compare what is generated with what its measurements give.
 
-    That is every policy module, and the marked blocks of README.md and docs/ beside RESULTS. Exit status 1 if something is stale; the differences and the
-    command that repairs them are printed.
+    That is every policy module, and the marked blocks of README.md and docs/ beside RESULTS. Exit status 1 if
+    something is stale; the differences and the command that repairs them are printed.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""Marked blocks of the documents: text that records or commands give, kept current.
+"""Marked blocks of the documents: text that measurements or commands give, kept current.
 
     <!-- begin: certificate nvidia-h200 -->
     ...
@@ -57,7 +57,7 @@ class Document:
 def stale(results: Path) -> list[Document]:
     """Documents beside a folder of results whose blocks are not what they should be.
 
-    Raises BlockError for a malformed block, MeasurementError for records that can't be read.
+    Raises BlockError for a malformed block, MeasurementError for measurements that can't be read.
     """
     root = results.parent
     recorded = cache(lambda device: Recorded(devices.results_folder(results, device)))

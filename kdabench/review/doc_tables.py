@@ -77,7 +77,8 @@ class Recorded:
         return plain
 
     def times(self, sweep: str) -> Times:
-        """Times of a sweep's candidates that are `ok` in every process; none without its file."""
+        """Times of a sweep's candidates, over the processes where they are `ok`; none without its
+        file."""
         loaded = self.dispatch if sweep == "dispatch" else self._load(f"{sweep}.jsonl")
         medians: dict[Cell, dict[Candidate, list[float]]] = {}
         for found in loaded:

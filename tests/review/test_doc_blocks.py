@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 
 import pytest
 
-from kdabench.review import doc_blocks
+from kdabench.data.measurements import Candidate, Cell
+from kdabench.review import doc_blocks, doc_tables
 from kdabench.review.doc_blocks import BlockError, filled
+from kdabench.review.doc_tables import Recorded
 
 RESULTS = Path(__file__).parents[2] / "results"
 BLOCK = "above\n<!-- begin: a b -->\nold\n<!-- end -->\nbelow\n"
@@ -78,3 +81,20 @@ def test_a_block_that_cannot_be_made_is_named(root: Path, name: str, why: str) -
     assert str(caught.value).startswith(f"{root / 'README.md'}: block: {name!r}: ")
     assert why in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_time_is_the_median_over_processes_of_their_medians() -> None:
+    recorded = Recorded(RESULTS / "nvidia-h200")
+    of_candidate: dict[Candidate, list[float]] = {}
+    for found in recorded.dispatch:
+        if (found.cell, found.status) == (Cell("decode", 256, 12), "ok"):
+            times = of_candidate.setdefault(found.candidate, [])
+            times.append(statistics.median(found.samples_us))
+    stock = min(
+        statistics.median(times) for c, times in of_candidate.items() if c.variant == "stock"
+    )
+    _, _, floor, pick, last, *_ = doc_tables.latency(recorded).splitlines()
+    floor_us = float(floor.split(" | ")[-1].strip("| "))
+    assert last.split(" | ")[-1] == f"{stock:.2f} ({floor_us / stock:.2f}) |"
+    picked = float(pick.split(" | ")[-1].partition(" ")[0])
+    assert any(abs(statistics.median(times) - picked) <= 0.005 for times in of_candidate.values())
