@@ -42,11 +42,13 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
 
+from kda_kernels.problem import Kind  # noqa: E402
 from kdabench.data import exported  # noqa: E402
 from kdabench.data.measurements import Candidate, Cell, Measurement  # noqa: E402
 from kdabench.measure.clock import Clock, Reading  # noqa: E402
 from kdabench.measure.contest import Contest, Plan, run_contest  # noqa: E402
 from kdabench.measure.journal import Journal  # noqa: E402
+from support import synthetic  # noqa: E402
 
 EFFECT = 1.02
 LEAST_US = 5.0
@@ -75,7 +77,7 @@ def python(*arguments: str, cwd: Path = ROOT) -> None:
 
 def imports(args: argparse.Namespace) -> None:
     for what in (("-c", "import kdabench"), ("-m", "kdabench", "--help")):
-        best = min(seconds(lambda what=what: python(*what)) for _ in range(args.times))
+        best = min(seconds(partial(python, *what)) for _ in range(args.times))
         bare = min(seconds(lambda: python("-c", "pass")) for _ in range(args.times))
         print(f"{' '.join(what)}: {best:.3f} s, of these {bare:.3f} s the interpreter itself")
 
@@ -97,17 +99,17 @@ def resume(args: argparse.Namespace) -> None:
 
 
 def pipeline(args: argparse.Namespace) -> None:
-    from support import synthetic
 
+    steps: tuple[tuple[Kind, int], ...] = (
+        ("decode", 1),
+        ("spec", 4),
+        ("record", 2),
+        ("record", 4),
+        ("record", 8),
+    )
     cells = [
         Cell(kind, requests, heads, tokens)
-        for kind, tokens in (
-            ("decode", 1),
-            ("spec", 4),
-            ("record", 2),
-            ("record", 4),
-            ("record", 8),
-        )
+        for kind, tokens in steps
         for heads in (6, 12, 24, 32, 48, 64, 96)
         for requests in sorted({round(2 ** (i / 10)) for i in range(81)})
     ]
@@ -341,19 +343,19 @@ class Scaled:
 
 
 def _cells(context: Any) -> list[Cell]:
-    steps = (("decode", 1), ("record", 4), ("spec", 4))
+    steps: tuple[tuple[Kind, int], ...] = (("decode", 1), ("record", 4), ("spec", 4))
     sizes = ((12, 1), (12, 8), (12, 32), (12, 128), (96, 4), (96, 64))
     return [
         Cell(kind, requests, heads, tokens, context=context)
         for heads, requests in sizes
         for kind, tokens in steps
-    ]  # type: ignore[arg-type]
+    ]
 
 
 def twins(args: argparse.Namespace) -> None:
     """The same kernel under two names, each with a graph of its own; then with one of them called 2
     % slower."""
-    import planted
+    from support import planted
 
     real, twin = planted.REAL["KdaSplit"], planted.candidate("Twin")
     end = time.monotonic() + args.seconds
@@ -382,8 +384,9 @@ def twins(args: argparse.Namespace) -> None:
 def cupti(args: argparse.Namespace) -> None:
     """Per launch: by events around a replay, and from CUPTI's first begin to its last end of the
     same graph."""
-    import planted
     import torch
+
+    from support import planted
 
     print(f"{'cell':42} {'events us':>10} {'CUPTI us':>10} {'ratio':>7} {'kernels us':>10}")
     worst = 1.0
@@ -433,7 +436,7 @@ FAULTS = {
 
 def faults(args: argparse.Namespace) -> None:
     """All faults in one sweep, each in a cell of its own, against a sweep without them."""
-    import planted
+    from support import planted
 
     spread_out = [planted.candidate(name, requests) for requests, (name, _) in FAULTS.items()]
     results, _ = _sweeps({"clean": [], "faulty": spread_out}, args.limit)
@@ -442,7 +445,7 @@ def faults(args: argparse.Namespace) -> None:
 
 def hang(args: argparse.Namespace) -> None:
     """What one spinning kernel costs a sweep."""
-    import planted
+    from support import planted
 
     _, took = _sweeps({"clean": [], "hang": [planted.candidate("Spins", 16)]}, args.limit)
     more = took["hang"] - took["clean"]
@@ -456,9 +459,8 @@ def _sweeps(
 ) -> tuple[dict[str, list[Measurement]], dict[str, float]]:
     """Records and seconds of sweeps over the same cells, with other candidates beside the real
     ones."""
-    import planted
-
     from kdabench.measure import worker_process
+    from support import planted
 
     worker_process.LIMITS_S["check"] = limit_s
     cells = [Cell("decode", requests, 12, context="isolated") for requests in (4, *FAULTS, 128)]
@@ -508,7 +510,7 @@ def main() -> None:
         sub = commands.add_parser(name)
         sub.set_defaults(run=run)
         for option, default in options.items():
-            given = {"nargs": "*"} if isinstance(default, list) else {}
+            given: dict[str, Any] = {"nargs": "*"} if isinstance(default, list) else {}
             kind = type(default[0] if isinstance(default, list) else default)
             sub.add_argument(f"--{option}", type=kind, default=default, **given)
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kdabench.data.sweep import Sweep
     from kdabench.measure.session import Summary
     from kdabench.policy.constants import Policy
-    from kdabench.policy.emit import Regenerated
+    from kdabench.policy.emit import Regenerated, Stale
     from kdabench.policy.regret import Evidence, Gain
 
 
@@ -422,14 +422,22 @@ def _interval(gain: Gain | None) -> str:
     return "not measured" if gain is None else f"{_percent(gain.low)} to {_percent(gain.high)}"
 
 
-def check(results: Results = RESULTS, as_json: Json = False) -> None:
-    """Compare every generated module with what its records give.
+def check(
+    results: Results = RESULTS,
+    write: Annotated[
+        bool, typer.Option("--write", help="Write the documents' blocks anew, where stale.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Compare what is generated with what its measurements give.
 
-    Exit status 1 if one is stale; the differences and the command that repairs them are printed.
+    That is every policy module, and the marked blocks of README.md and docs/ beside RESULTS. Exit status 1 if
+    something is stale; the differences and the command that repairs them are printed.
 
     \b
     Examples:
       kdabench check
+      kdabench check --write
       kdabench check --json
     """
     from kdabench.data import devices
@@ -437,22 +445,37 @@ def check(results: Results = RESULTS, as_json: Json = False) -> None:
 
     with console.user_input():
         stale = emitting.check(results, _policies_folder(), _certifying(results))
+        stale += _stale_documents(results, write)
     if as_json:
         console.emit_json(
             [{"path": str(s.path), "diff": s.diff, "repair": s.repair} for s in stale]
         )
     else:
-        for module in stale:
-            console.write(module.diff)
-        for module in stale:
-            console.line(f"stale: {console.relative(module.path)}; repair: {module.repair}")
+        for found in stale:
+            console.write(found.diff)
+        for found in stale:
+            console.line(f"stale: {console.relative(found.path)}; repair: {found.repair}")
         if not stale:
             recorded = devices.recorded(results)
             console.line(
-                f"{len(recorded)} recorded device{'s' * (len(recorded) != 1)}: all generated modules current"
+                f"{len(recorded)} recorded device{'s' * (len(recorded) != 1)}: all generated modules and blocks current"
             )
     if stale:
         raise typer.Exit(console.FINDING)
+
+
+def _stale_documents(results: Path, write: bool) -> list[Stale]:
+    """Documents whose blocks are stale; none once they are written."""
+    from kdabench.policy.emit import Stale
+    from kdabench.review import doc_blocks
+
+    documents = doc_blocks.stale(results)
+    if not write:
+        return [Stale(d.path, d.diff, "kdabench check --write") for d in documents]
+    for document in documents:
+        document.write()
+        console.note(f"{console.relative(document.path)}: written")
+    return []
 
 
 def choose(

@@ -57,7 +57,7 @@ def describe(device_name: str, uuid: str, telemetry: Telemetry) -> dict[str, Any
         "triton": _version("triton"),
         "cutlass_dsl": _version("nvidia-cutlass-dsl"),
         "python": platform.python_version(),
-        "kdabench": _version("kdabench") or "0.1.0",
+        "kdabench": _version("kdabench"),
         "git_revision": _git("rev-parse", "HEAD") or os.environ.get("KDABENCH_REVISION"),
         "git_dirty": None if status is None else bool(status),
     }

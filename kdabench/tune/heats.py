@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Protocol
@@ -68,7 +68,7 @@ class RecordedBench:
     """Heats run on recorded samples. A time is the median over processes of each process's
     median."""
 
-    def __init__(self, measurements: Sequence[Measurement]) -> None:
+    def __init__(self, measurements: Iterable[Measurement]) -> None:
         self._measurements: dict[tuple[Cell, int], dict[Candidate, Measurement]] = {}
         times: dict[tuple[Cell, Candidate], list[float]] = {}
         self._failed: dict[tuple[Cell, Candidate], tuple[Status, str]] = {}

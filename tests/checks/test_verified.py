@@ -80,7 +80,7 @@ def test_a_change_is_told_by_what_it_touches(path: Path) -> None:
     gpu = Gpu(binaries.arch_of(content["env"]), content["env"]["sms"])
     found, manifest = content["variants"]["KdaWS"], _manifest(gpu.arch)
     changed = {**manifest.binaries["KdaWS"], "decode q1 fp32 dim-first": "0" * 16}
-    other = replace(manifest, binaries=manifest.binaries | {"KdaWS": changed})
+    other = replace(manifest, binaries={**manifest.binaries, "KdaWS": changed})
     assert verify.stale("KdaWS", found, other, gpu) == ["KdaWS decode q1 fp32 dim-first"]
     divided = {**found, "launches": {**found["launches"], "record": "0" * 16}}
     assert verify.stale("KdaWS", divided, manifest, gpu) == ["KdaWS launches of record"]

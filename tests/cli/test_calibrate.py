@@ -10,7 +10,7 @@ import pytest
 
 from kdabench import cli
 from kdabench.cli import inputs, policies
-from kdabench.data import measurements, roofline
+from kdabench.data import exported, roofline
 from kdabench.data.measurements import Cell
 from kdabench.data.roofline import Ceilings
 from kdabench.measure import calibration

@@ -344,7 +344,11 @@ def test_fit_emit_check_choose(kdabench: Any, work: Path, monkeypatch: pytest.Mo
         kdabench("emit", SLUG, "--format", "module")[1]
         == (work / "policies" / "synthetic_one.py").read_text()
     )
-    assert kdabench("check") == (0, "1 recorded device: all generated modules current\n", "")
+    assert kdabench("check") == (
+        0,
+        "1 recorded device: all generated modules and blocks current\n",
+        "",
+    )
     assert kdabench("check", "--json") == (0, "[]\n", "")
     step = ("choose", "--device", SLUG, "--heads", "12", "--requests", "1")
     status, out, _ = kdabench(*step)

@@ -18,6 +18,7 @@ from support.gpu_checks import (
     check,
     check_far_pages,
     check_repeatable,
+    forget_rejected,
     layouts_and_weights,
     longer_records,
 )
@@ -38,16 +39,6 @@ ALL = (*(fused.Options(*shape) for shape in SHAPES), LINES, replace(LINES, threa
 
 def problem(tokens: int, requests: int = 37, heads: int = 3, **more: Any) -> Problem:
     return Problem("replay", requests, heads, tokens, **{"pending": "mix", **more})
-
-
-def forget_rejected(operands: StepOperands) -> StepOperands:
-    """NaN in the records' entries past the pending tokens."""
-    assert operands.pending is not None
-    for tensor in (operands.corrections, operands.key_gates):
-        assert tensor is not None
-        for row, n in enumerate(operands.pending.tolist()):
-            tensor[row, :, max(n, 0) :] = torch.nan
-    return operands
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -167,7 +158,7 @@ def test_a_chain_of_steps(options: fused.Options, tokens: int) -> None:
     g = torch.Generator(device="cuda").manual_seed(6)
     for step in range(20):
         fresh = make_step(of, seed=100 + step, weights=o)
-        pending = torch.randint(0, tokens + 1, o.pending.shape, generator=g, device="cuda")  # type: ignore[union-attr]
+        pending = torch.randint(0, tokens + 1, o.pending.shape, generator=g, device="cuda")
         o = replace(o, projected=fresh.projected, pending=pending.int())
         expected = reference.step(of, o)
         o.out.fill_(torch.nan)

@@ -11,22 +11,27 @@ from typing import Any
 
 import pytest
 import torch
-from test_gpu_fused import forget_rejected, problem
 
 from kda_kernels.check import compare, reference
 from kda_kernels.device.gpu import current_gpu
 from kda_kernels.operands import StepOperands, make_step
+from kda_kernels.problem import Problem
 from kda_kernels.variants import fused_ws
 from support.gpu_checks import (
     bf16_weights,
     check,
     check_far_pages,
     check_repeatable,
+    forget_rejected,
     longer_records,
     longer_window,
 )
 
 pytestmark = pytest.mark.gpu
+
+
+def problem(tokens: int, requests: int = 37, heads: int = 3, **more: Any) -> Problem:
+    return Problem("replay", requests, heads, tokens, **{"pending": "mix", **more})
 
 
 @pytest.mark.parametrize("tokens", range(2, 9))
@@ -172,7 +177,7 @@ def test_a_chain_of_steps(tokens: int) -> None:
     g = torch.Generator(device="cuda").manual_seed(6)
     for step in range(20):
         fresh = make_step(of, seed=100 + step, weights=o)
-        pending = torch.randint(0, tokens + 1, o.pending.shape, generator=g, device="cuda")  # type: ignore[union-attr]
+        pending = torch.randint(0, tokens + 1, o.pending.shape, generator=g, device="cuda")
         o = replace(o, projected=fresh.projected, pending=pending.int())
         expected = reference.step(of, o)
         o.out.fill_(torch.nan)

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_reference import naive
 
 from kda_kernels import stock
 from kda_kernels.check import compare, reference
 from kda_kernels.device.gpu import current_gpu
 from kda_kernels.operands import StepOperands, address_table, make_commit, make_step
 from kda_kernels.problem import Problem
+from support.naive import naive
 
 pytestmark = pytest.mark.gpu
 
@@ -73,10 +73,10 @@ def check_step(problem: Problem, operands: StepOperands, options: stock.Options)
 def test_steps(
     kind: str, tokens: int, requests: int, heads: int, dtype: str, layout: str, inputs: str
 ) -> None:
-    problem = Problem(kind, requests, heads, tokens, state_dtype=dtype, conv_layout=layout)  # type: ignore[arg-type]
+    problem = Problem(kind, requests, heads, tokens, state_dtype=dtype, conv_layout=layout)
     operands = make_step(
         problem, seed=1, inputs=inputs, pad=16, null_requests=(1, 2) if requests > 2 else ()
-    )  # type: ignore[arg-type]
+    )
     check_step(problem, operands, stock.Options())
 
 
@@ -84,13 +84,13 @@ def test_steps(
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(("kind", "tokens"), [("decode", 1), ("spec", 3), ("record", 8)])
 def test_every_spec(kind: str, tokens: int, dtype: str, options: stock.Options) -> None:
-    problem = Problem(kind, 6, 12, tokens, state_dtype=dtype)  # type: ignore[arg-type]
+    problem = Problem(kind, 6, 12, tokens, state_dtype=dtype)
     check_step(problem, make_step(problem, seed=2), options)
 
 
 @pytest.mark.parametrize(("kind", "tokens"), [("decode", 1), ("spec", 4), ("record", 4)])
 def test_unbounded_gate_without_bias(kind: str, tokens: int) -> None:
-    problem = Problem(kind, 6, 3, tokens)  # type: ignore[arg-type]
+    problem = Problem(kind, 6, 3, tokens)
     check_step(
         problem,
         make_step(problem, seed=3, lower_bound=None, conv_bias=False, inputs="generic"),
@@ -116,7 +116,7 @@ def test_many_items(problem: Problem) -> None:
 
 @pytest.mark.parametrize("kind", ["spec", "record"])
 def test_ragged_windows(kind: str) -> None:
-    problem = Problem(kind, 5, 3, 3)  # type: ignore[arg-type]
+    problem = Problem(kind, 5, 3, 3)
     operands = make_step(problem, seed=6, pad=16, null_requests=(2,))
     lengths, starts = [3, 0, 2, 1, 2], [0, 3, 3, 5, 6]
     packed = replace(
@@ -152,7 +152,7 @@ def test_ragged_windows(kind: str) -> None:
 def test_commit(
     kind: str, requests: int, heads: int, tokens: int, layers: int, dtype: str, align: bool
 ) -> None:
-    problem = Problem(kind, requests, heads, tokens, layers, state_dtype=dtype, pending="mix")  # type: ignore[arg-type]
+    problem = Problem(kind, requests, heads, tokens, layers, state_dtype=dtype, pending="mix")
     null = (1, 2) if requests > 2 else ()
     warm, operands = (
         make_commit(problem, seed=s, align=align, pad=16, null_requests=null) for s in (7, 8)
@@ -174,7 +174,7 @@ def test_commit(
 @pytest.mark.parametrize("n", [0, 1, 2, 3])
 def test_deferred_steps_equal_eager_ones(n: int, layout: str) -> None:
     """record, defer, flush plan, fold, roll, record: the reference's replay."""
-    problem = Problem("record", 6, 3, 3, conv_layout=layout)  # type: ignore[arg-type]
+    problem = Problem("record", 6, 3, 3, conv_layout=layout)
     operands = make_step(problem, seed=10, null_requests=(1,))
     compiled = stock.compile(problem, stock.Options(), current_gpu())
     stream = torch.cuda.current_stream()
@@ -185,7 +185,7 @@ def test_deferred_steps_equal_eager_ones(n: int, layout: str) -> None:
     stock.defer(accepted, pending, operands.record_rows, slots)
     assert accepted.tolist() == [0, n, 0, 0, 0, 0]
     following = replace(operands, projected=make_step(problem, seed=11).projected)
-    replayed = Problem("replay", 6, 3, 3, pending=n, conv_layout=layout)  # type: ignore[arg-type]
+    replayed = Problem("replay", 6, 3, 3, pending=n, conv_layout=layout)
     expected = reference.step(replayed, replace(following, pending=pending))
 
     commit = make_commit(Problem("flush", 6, 3, 3), seed=0)
@@ -222,7 +222,7 @@ def test_a_selection_of_requests_can_be_checked_alone() -> None:
 
 @pytest.mark.parametrize("kind", ["decode", "record"])
 def test_launches_after_the_first_allocate_nothing(kind: str) -> None:
-    problem = Problem(kind, 4, 12, 1 if kind == "decode" else 4)  # type: ignore[arg-type]
+    problem = Problem(kind, 4, 12, 1 if kind == "decode" else 4)
     compiled, operands = (
         stock.compile(problem, stock.Options(), current_gpu()),
         make_step(problem, seed=13),

@@ -33,7 +33,7 @@ assert not any(name.partition(".")[0] == "kdabench" for name in sys.modules)
 for name in variants.NAMES:
     module = variants.load(name)
     first = next(iter(cases.verify_cases(name)))
-    spec = variants.make_options(name, dict(first.choices))
+    spec = variants.make_options(name, dict(first.options))
     assert module.unsupported(first.problem, spec, Gpu("sm_90a", 132)) is None, name
 assert nvidia_h200.choose(12, 1, 1, "decode").variant in variants.NAMES
 print(*kda_kernels.__path__)

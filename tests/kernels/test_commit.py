@@ -25,12 +25,9 @@ THIRD_OF_AN_SM = 233_472 // 3 - 1024
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
-def problem(state_dtype: str = "bf16", kind: str = "commit", **sizes: int) -> Problem:
-    return Problem(
-        kind,
-        **{"requests": 4, "heads": 6, "tokens": 8, "layers": 2, **sizes},
-        state_dtype=state_dtype,
-    )
+def problem(state_dtype: Any = "bf16", kind: Any = "commit", **sizes: Any) -> Problem:
+    given: Any = {"requests": 4, "heads": 6, "tokens": 8, "layers": 2, **sizes}
+    return Problem(kind, **given, state_dtype=state_dtype)
 
 
 @pytest.mark.parametrize(
@@ -46,11 +43,11 @@ def test_chunks_are_equal_and_cover_the_heads(heads: int, most: int, chunk: int)
 FORMS = list(itertools.product(["bulk", "registers"], [32, 64, HEAD_DIM], [4, 8]))
 
 
-def rows_spec(form: tuple[str, int, int], **choices: Any) -> commit.Options:
+def rows_spec(form: tuple[Any, int, int], **choices: Any) -> commit.Options:
     source, rows, columns = form
     return commit.Options(
         source=source, rows_per_cta=rows, columns=columns, heads_per_cta=1, **choices
-    )  # type: ignore[arg-type]
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -126,10 +123,10 @@ def test_supported(dtype: str, kind: str) -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("align", [False, True])
 @pytest.mark.parametrize("store", ["direct", "bulk"])
-def test_three_ctas_per_sm_and_no_spills(arch: str, dtype: str, align: bool, store: str) -> None:
+def test_three_ctas_per_sm_and_no_spills(arch: str, dtype: str, align: bool, store: Any) -> None:
     compiled = commit.compile(
         problem(dtype), commit.Options(store=store, align=align), Gpu(arch, 132)
-    )  # type: ignore[arg-type]
+    )
     found = compiled.resources
     assert found.threads == commit_fold.THREADS
     assert found.stack_bytes == 0

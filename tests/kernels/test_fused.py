@@ -430,7 +430,7 @@ def test_the_state_stays_in_registers(tokens: int, fold_mmas: int, tmp_path: Pat
     # The state is asked for before the first barrier, and all of it before any is stored.
     loads = [m.start() for m in re.finditer(r"\bLDG\.E\.128\b", sass)]
     assert len(loads) == 16 + 8  # states, gate weights
-    assert max(loads) < re.search(r"\bBAR\.SYNC", sass).start()  # type: ignore[union-attr]
+    assert max(loads) < re.search(r"\bBAR\.SYNC", sass).start()
     assert len(re.findall(r"\bSTG\.E\.128\b", sass)) >= 16
 
 
@@ -475,7 +475,7 @@ def test_launch_refuses_operands_that_do_not_fit(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ValueError, match="pending"):
         fused.launch(compiled, replace(operands, pending=None), 0)
     with pytest.raises(ValueError, match="corrections"):
-        fused.launch(compiled, replace(operands, corrections=operands.corrections[:, :, :4]), 0)  # type: ignore[index]
+        fused.launch(compiled, replace(operands, corrections=operands.corrections[:, :, :4]), 0)
     with pytest.raises(ValueError, match="conv_state"):
         fused.launch(
             compiled, make_step(problem(conv_layout="window-major"), seed=1, device="cpu"), 0

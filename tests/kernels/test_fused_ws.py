@@ -20,6 +20,7 @@ from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import StepOperands, make_step
 from kda_kernels.parts import streaming
 from kda_kernels.problem import Problem
+from kda_kernels.step import Compiled
 from kda_kernels.variants import fused_ws
 from support import simt, simt_cluster
 from support.compiled import Recorder, sass_of
@@ -242,7 +243,7 @@ def test_choices_compile(tokens: int, choices: dict[str, Any]) -> None:
     check_resources(fused_ws.compile(problem(tokens), fused_ws.Options(**choices), H200))
 
 
-def check_resources(compiled: fused_ws.Compiled) -> None:
+def check_resources(compiled: Compiled) -> None:
     found = compiled.resources
     assert fused_ws.KERNELS[0] in compiled.binary.symbol
     assert found.stack_bytes == 0
@@ -321,7 +322,7 @@ def test_launch_refuses_operands_that_do_not_fit(
 ) -> None:
     monkeypatch.setattr(cubin, "launcher", lambda _: Recorder())
     of = problem()
-    compiled = fused_ws.Compiled(None, fused_ws.plan(of, fused_ws.Options()), pdl=False, sms=132)  # type: ignore[arg-type]
+    compiled = Compiled(None, fused_ws.plan(of, fused_ws.Options()), pdl=False, sms=132)  # type: ignore[arg-type]
     operands = make_step(of, seed=1, device="cpu")
     fused_ws.launch(compiled, operands, 0)
     with pytest.raises(ValueError, match=reason):

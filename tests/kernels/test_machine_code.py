@@ -24,7 +24,7 @@ from kdabench.measure import worker
 
 ROOT = Path(__file__).parents[2]
 H200 = Gpu("sm_90a", 132)
-COMPILED = (
+COMPILED: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
     ("KdaWide", "decode", 1, {}),
     ("KdaWide", "record", 2, {"form": "chunked"}),
     ("KdaStream", "decode", 1, {}),

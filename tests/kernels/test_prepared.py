@@ -299,7 +299,7 @@ def test_the_policy_of_a_device_is_found() -> None:
 
 def test_a_reload_refills_in_place() -> None:
     kda = make()
-    derived = [kda._conv_weight, kda._conv_bias, kda._norm_weight]
+    derived: list[Any] = [kda._conv_weight, kda._conv_bias, kda._norm_weight]
     before = [(t.data_ptr(), t.clone()) for t in derived]
     for tensor in (kda.weights.conv_weight, kda.weights.conv_bias, kda.weights.norm_weight):
         tensor.add_(1)
@@ -643,7 +643,8 @@ def test_the_form_of_a_commit_goes_by_pages(
     o, weights, kept = committed(layers)
     context = CommitContext(weights, kept, H200)
     plan = [torch.zeros(requests, dtype=torch.int32) for _ in range(4)]
-    context.commit(*plan, stream=5)
+    source_slots, length, destination, rows = plan
+    context.commit(source_slots, length, destination, rows, stream=5)
     if source is None:
         assert launches == []
         return
@@ -660,7 +661,7 @@ def test_commits_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commit, "launch", lambda *_: pytest.fail("launched"))
     _, weights, kept = committed()
     plain = CommitContext(weights, kept, H200)
-    plan = [torch.zeros(3, dtype=torch.int32) for _ in range(6)]
+    plan: Any = [torch.zeros(3, dtype=torch.int32) for _ in range(6)]
     with pytest.raises(ValueError, match="boundary_length: given"):
         plain.commit(*plan)
     with pytest.raises(ValueError, match="boundary_length: missing"):
@@ -668,7 +669,7 @@ def test_commits_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="length: strides"):
         plain.commit(plan[0], torch.zeros(6, dtype=torch.int32)[::2], *plan[2:4])
     with pytest.raises(ValueError, match=r"destination: torch\.int64"):
-        plain.commit(*plan[:2], plan[2].long(), plan[3])
+        plain.commit(plan[0], plan[1], plan[2].long(), plan[3])
     for change, message in (
         ((weights[:1], kept), "1 weights and 2 caches"),
         (([weights[0], replace(weights[1], lower_bound=None)], kept), "lower_bound"),
@@ -676,7 +677,7 @@ def test_commits_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ((weights, [kept[0], replace(kept[1], state=kept[1].state.bfloat16())]), "layers differ"),
     ):
         with pytest.raises(ValueError, match=message):
-            CommitContext(*change, H200)
+            CommitContext(change[0], change[1], H200)
 
 
 def test_stock_serves_commits_only_where_the_kernel_cannot() -> None:

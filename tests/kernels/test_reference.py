@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,88 +15,7 @@ from torch import Tensor
 from kda_kernels.check import compare, reference
 from kda_kernels.operands import CommitOperands, StepOperands, make_commit, make_step
 from kda_kernels.problem import Problem
-
-
-def naive(
-    kind: str, operands: StepOperands, starts: list[int], lengths: list[int]
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """out, state, conv_state, corrections, key_gates in float64: one item and one token at a time,
-    rows as given."""
-    o = operands
-    heads, D = o.state.shape[1], 128 * o.state.shape[1]
-    x_all, f_b = o.projected.double(), o.f_b.double()
-    out = torch.full(o.out.shape, torch.nan, dtype=torch.float64)
-    state, window = o.state.double(), o.conv_state.double()
-    corrections = None if o.corrections is None else o.corrections.double()
-    key_gates = None if o.key_gates is None else o.key_gates.double()
-
-    def bf16(x: Tensor) -> Tensor:
-        return x.to(torch.bfloat16).double()
-
-    def decay(raw: Tensor, h: int) -> Tensor:
-        A, x = math.exp(o.A_log[h]), raw + o.dt_bias.double()[128 * h : 128 * h + 128]
-        if o.lower_bound is None:
-            return torch.exp(-A * torch.log1p(torch.exp(x)))
-        return torch.exp(o.lower_bound / (1 + torch.exp(-A * x)))
-
-    for b, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-        slots = o.slots[b].reshape(-1).tolist()
-        n = int(o.accepted[b]) if kind == "spec" else 0
-        row = -1 if o.record_rows is None else int(o.record_rows[b])
-        if kind == "replay" and row >= 0:
-            n = int(o.pending[row])
-        read = slots[max(n - 1, 0)] if kind == "spec" else slots[0]
-        if slots[0] <= 0 or read <= 0:
-            out[start : start + length] = 0
-            continue
-        if length == 0:
-            continue
-        first = max(n - 1, 0)
-        history = o.conv_state[slots[0], :, first : first + 3].double()
-        inputs = torch.cat((history, x_all[start : start + length, : 3 * D].T), 1)
-        window[slots[0], :, : length + 2] = inputs[:, 1:]
-        for h in range(heads):
-            here = slice(128 * h, 128 * h + 128)
-            S = o.state[read, h].double()
-            if kind == "replay":
-                for t in range(n):
-                    k, raw = (
-                        o.key_gates[row, h, t, :128].double(),
-                        o.key_gates[row, h, t, 128:].double(),
-                    )
-                    k = k / math.sqrt(float(k @ k) + 1e-6)
-                    S = S * decay(raw, h) + torch.outer(o.corrections[row, h, t].double(), k)
-                if n:
-                    state[read, h] = S
-            for t in range(length):
-                vectors = []
-                for part in range(3):
-                    y = torch.zeros(128, dtype=torch.float64)
-                    channels = slice(part * D + 128 * h, part * D + 128 * h + 128)
-                    if o.conv_bias is not None:
-                        y += o.conv_bias[channels].double()
-                    for tap in range(4):
-                        y += o.conv_weight[part, tap, here].double() * inputs[channels, t + tap]
-                    vectors.append(bf16(y / (1 + torch.exp(-y))))
-                q, k, v = vectors
-                x = x_all[start + t]
-                raw = bf16(f_b[here] @ x[4 * D : 4 * D + 128])
-                beta = 1 / (1 + math.exp(-x[4 * D + 128 + h]))
-                unit_k = k / math.sqrt(float(k @ k) + 1e-6)
-                unit_q = o.scale * q / math.sqrt(float(q @ q) + 1e-6)
-                S = S * decay(raw, h)
-                u = beta * (v - S @ unit_k)
-                S = S + torch.outer(u, unit_k)
-                a = bf16(S @ unit_q)
-                gate = 1 / (1 + torch.exp(-x[3 * D + 128 * h : 3 * D + 128 * h + 128]))
-                rms = 1 / math.sqrt(float(a @ a) / 128 + o.eps)
-                out[start + t, here] = a * rms * o.norm_weight.double() * gate
-                if kind in ("decode", "spec") and slots[t] > 0:
-                    state[slots[t], h] = S
-                if row >= 0 and corrections is not None and key_gates is not None:
-                    corrections[row, h, t] = u
-                    key_gates[row, h, t] = torch.cat((k, raw))
-    return out, state, window, corrections, key_gates
+from support.naive import naive
 
 
 def even_rows(problem: Problem) -> tuple[list[int], list[int]]:
@@ -120,7 +40,7 @@ def test_equals_a_loop_over_items(problem: Problem, lower_bound: float | None) -
                          conv_bias=lower_bound is not None, lower_bound=lower_bound)  # fmt: skip
     result = reference.step(problem, operands)
     out, state, window, corrections, key_gates = naive(problem.kind, operands, *even_rows(problem))
-    close = {"rtol": 1e-10, "atol": 1e-10}
+    close: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
     torch.testing.assert_close(result.out, out, **close)
     torch.testing.assert_close(result.state, state, **close)
     assert torch.equal(result.conv_state.double(), window)
@@ -184,7 +104,7 @@ def test_chunked_equals_recurrence_without_rounding() -> None:
 def blank(kind: str, tokens: int = 1, pending: int | None = None) -> tuple[Problem, StepOperands]:
     """One request on slot 1, all zero; beta 1, decay 1, keys and queries e_0 where their first
     input is 20."""
-    problem = Problem(kind, 1, 1, tokens, pending=pending)  # type: ignore[arg-type]
+    problem = Problem(kind, 1, 1, tokens, pending=pending)
     operands = make_step(problem, seed=0, device="cpu", conv_bias=False)
     for name in (
         "projected",
@@ -400,7 +320,7 @@ def loop_commit(operands: CommitOperands, layer: int) -> Tensor:
 @pytest.mark.parametrize("kind", ["commit", "flush"])
 @pytest.mark.parametrize("align", [False, True])
 def test_commit_equals_a_loop_over_tokens(kind: str, align: bool) -> None:
-    problem = Problem(kind, 6, 2, 4, layers=2, pending="mix")  # type: ignore[arg-type]
+    problem = Problem(kind, 6, 2, 4, layers=2, pending="mix")
     operands = make_commit(
         problem, seed=9, device="cpu", inputs="generic", align=align, pad=16, null_requests=(1, 4)
     )
@@ -606,9 +526,8 @@ def test_poison_spares_what_a_launch_reads() -> None:
         compare.poison(operands)
         if isinstance(operands, CommitOperands):
             for layer in range(problem.layers):
-                want = reference.commit(again, layer)
-                got = reference.commit(operands, layer)
-                assert torch.equal(got, want)
+                folded, expected = reference.commit(operands, layer), reference.commit(again, layer)
+                assert torch.equal(folded, expected)
         else:
             want, got = reference.step(problem, again), reference.step(problem, operands)
             assert torch.equal(got.out, want.out)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_reference import naive
 from torch import Tensor
 
 from kda_kernels import stock
@@ -18,6 +17,7 @@ from kda_kernels.check import compare, reference
 from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import StepOperands, address_table, make_commit, make_step
 from kda_kernels.problem import Problem
+from support.naive import naive
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="Triton runs compiled here: see test_gpu_stock.py"
@@ -56,7 +56,7 @@ def check(problem: Problem, operands: StepOperands, options: stock.Options = SPE
     ),
 )
 def test_steps(problem: Problem, options: dict[str, object]) -> None:
-    operands = make_step(problem, seed=1, device="cpu", pad=16, null_requests=(1,), **options)  # type: ignore[arg-type]
+    operands = make_step(problem, seed=1, device="cpu", pad=16, null_requests=(1,), **options)
     check(problem, operands)
 
 
@@ -113,7 +113,7 @@ def test_slots_and_rows_of_larger_tables() -> None:
 
 @pytest.mark.parametrize("kind", ["spec", "record"])
 def test_ragged_windows(kind: str) -> None:
-    problem = Problem(kind, 5, 2, 3)  # type: ignore[arg-type]
+    problem = Problem(kind, 5, 2, 3)
     operands = make_step(problem, seed=6, device="cpu", pad=16, null_requests=(2,))
     lengths = [3, 0, 2, 1, 2]
     starts = [0, 3, 3, 5, 6]
@@ -158,7 +158,7 @@ def test_an_absent_record_changes_no_record() -> None:
     ids=lambda x: f"{x.kind}-{x.state_dtype}" if isinstance(x, Problem) else "",
 )
 def test_commit(problem: Problem, options: dict[str, object]) -> None:
-    operands = make_commit(problem, seed=8, device="cpu", pad=16, null_requests=(1,), **options)  # type: ignore[arg-type]
+    operands = make_commit(problem, seed=8, device="cpu", pad=16, null_requests=(1,), **options)
     if operands.boundary_length is not None:
         operands.boundary_length[0] = operands.length[0]
     for records in (*operands.corrections, *operands.key_gates):
@@ -406,7 +406,7 @@ def test_supported(kind: str) -> None:
     assert (
         stock.unsupported(Problem(kind, 3, 2, 1 if kind == "decode" else 8), stock.Options(), GPU)
         is None
-    )  # type: ignore[arg-type]
+    )
 
 
 CROSS_COMPILE = """
@@ -419,6 +419,7 @@ from kda_kernels import stock
 from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import address_table, make_commit, make_step
 from kda_kernels.problem import Problem
+from support.naive import naive
 
 class Driver:
     # All that Triton asks of a driver in order to compile.

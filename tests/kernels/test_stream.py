@@ -19,6 +19,7 @@ from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import make_step
 from kda_kernels.parts import streaming
 from kda_kernels.problem import HEAD_DIM, Problem
+from kda_kernels.step import Compiled
 from kda_kernels.variants import stream
 from support import simt, simt_cluster
 from support.compiled import Recorder, items_of, sass_of
@@ -326,7 +327,7 @@ def test_choices_compile(kind: str, tokens: int, dtype: str, choices: dict[str, 
     check_resources(stream.compile(problem(kind, tokens, dtype), stream.Options(**choices), H200))
 
 
-def check_resources(compiled: stream.Compiled) -> None:
+def check_resources(compiled: Compiled) -> None:
     found = compiled.resources
     assert stream.KERNELS[0] in compiled.binary.symbol
     assert found.stack_bytes == 0
@@ -394,7 +395,7 @@ def test_launch_refuses_operands_that_do_not_fit(
 ) -> None:
     monkeypatch.setattr(cubin, "launcher", lambda _: Recorder())
     of = problem()
-    compiled = stream.Compiled(None, stream.plan(of, stream.Options()), pdl=False, sms=132)  # type: ignore[arg-type]
+    compiled = Compiled(None, stream.plan(of, stream.Options()), pdl=False, sms=132)  # type: ignore[arg-type]
     operands = make_step(of, seed=1, device="cpu")
     stream.launch(compiled, operands, 0)
     with pytest.raises(ValueError, match=reason):

@@ -20,6 +20,7 @@ from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import make_step
 from kda_kernels.parts import chunked
 from kda_kernels.problem import HEAD_DIM, Problem
+from kda_kernels.step import Compiled
 from kda_kernels.variants import wide
 from support import simt, simt_cluster
 from support.compiled import Recorder, sass_of
@@ -93,7 +94,7 @@ def test_room_for_more_ctas_is_made_by_staging_fewer_lines() -> None:
     assert all(wide.plan(problem(tokens=q), replace(CHUNKED, ctas=2)).staged == 4 for q in staged)
 
 
-def assert_resources(compiled: wide.Compiled, ctas: int) -> None:
+def assert_resources(compiled: Compiled, ctas: int) -> None:
     found = compiled.resources
     assert found.stack_bytes == 0
     assert found.smem_bytes == compiled.plan.smem_bytes
@@ -464,7 +465,7 @@ def test_launch_refuses_operands_that_do_not_fit(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ValueError, match="state"):
         wide.launch(compiled, make_step(problem(state_dtype="bf16"), seed=1, device="cpu"), 0)
     with pytest.raises(ValueError, match="corrections"):
-        wide.launch(compiled, replace(operands, corrections=operands.corrections[:, :, :4]), 0)  # type: ignore[index]
+        wide.launch(compiled, replace(operands, corrections=operands.corrections[:, :, :4]), 0)
     with pytest.raises(ValueError, match="conv_state"):
         wide.launch(
             compiled, make_step(problem(conv_layout="window-major"), seed=1, device="cpu"), 0

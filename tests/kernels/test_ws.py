@@ -21,6 +21,7 @@ from kda_kernels.device import cubin
 from kda_kernels.device.gpu import Gpu
 from kda_kernels.operands import StepOperands, make_step
 from kda_kernels.problem import HEAD_DIM, Problem
+from kda_kernels.step import Compiled
 from kda_kernels.variants import ws, ws_plan, ws_prologue
 from support import simt, simt_cluster
 from support.compiled import Recorder, item_at, items_of, next_item, odd, plain, sass_of
@@ -594,7 +595,7 @@ def test_choices_compile(tokens: int, choices: dict[str, Any]) -> None:
     check_resources(ws.compile(problem(tokens), ws.Options(**choices), H200))
 
 
-def check_resources(compiled: ws.Compiled) -> None:
+def check_resources(compiled: Compiled) -> None:
     resources, p = compiled.resources, compiled.plan
     assert ws.KERNELS[0] in compiled.binary.symbol
     assert resources.stack_bytes == 0
@@ -676,9 +677,7 @@ def test_launch_names_operands_that_do_not_fit(
     of = problem(5)
     operands: StepOperands = make_step(of, seed=0, device="cpu", pad=16)
     monkeypatch.setattr(cubin, "launcher", lambda _: Recorder())
-    compiled: Any = ws.Compiled(
-        cast("Any", None), ws.plan(of, ws.Options(), H200), pdl=False, sms=132
-    )
+    compiled: Any = Compiled(cast("Any", None), ws.plan(of, ws.Options(), H200), pdl=False, sms=132)
     ws.launch(compiled, operands, 0)
     with pytest.raises(ValueError, match=f"^{named}[ =]"):
         ws.launch(compiled, replace(operands, **change(operands)), 0)

@@ -4,11 +4,13 @@ made-up NVML."""
 from __future__ import annotations
 
 import sys
+import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from kdabench.data.measurements import Candidate
 from kdabench.measure import cuda_graphs, telemetry
@@ -177,12 +179,10 @@ class Graphs:
 
             return SimpleNamespace(replay=replay)
 
-        monkeypatch.setattr(cuda_graphs.torch.cuda, "Event", Event)
-        monkeypatch.setattr(cuda_graphs.torch.cuda, "stream", lambda stream: nullcontext())
-        monkeypatch.setattr(cuda_graphs.torch.cuda, "_sleep", lambda cycles: None)
-        monkeypatch.setattr(
-            cuda_graphs.time, "sleep", lambda seconds: self.told.append(f"rest {seconds} s")
-        )
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+        monkeypatch.setattr(time, "sleep", lambda seconds: self.told.append(f"rest {seconds} s"))
         step, neighbours = (cuda_graphs.Timed(graph(name), 10) for name in ("step", "neighbours"))  # type: ignore[arg-type]
         source = SimpleNamespace(state=lambda: states.pop(0), round_state=lambda: {"power_w": 1})
         self.clock = cuda_graphs.GraphClock(

@@ -146,7 +146,7 @@ def test_where_an_sm_gets_one_more_cta_and_where_a_wave_of_all_ends() -> None:
     assert dict(adaptive._edges(0, 100, 901)).keys() == set(range(100, 801, 100))
     assert dict(adaptive._edges(1, 100, 901)).keys() == set(range(100, 901, 100))
     assert adaptive._edges(3, None, 901) == ()
-    options = ({}, {"ctas": 3}, {"ctas_per_sm": 0}, {"ctas_per_sm": 2})
+    options: list[dict[str, int]] = [{}, {"ctas": 3}, {"ctas_per_sm": 0}, {"ctas_per_sm": 2}]
     assert [adaptive.residents_of(Candidate.of("KdaWide", options)) for options in options] == [
         0,
         3,
@@ -261,9 +261,12 @@ def test_a_sweep_goes_on_where_it_stopped_and_can_be_completed(
     results: Path, tmp_path: Path
 ) -> None:
     seen: list[tuple[Cell | None, int]] = []
-    whole = replayed(
-        results, tmp_path / "whole", listener=lambda e: e.cell and seen.append((e.cell, e.process))
-    )
+
+    def told(event: session.Event) -> None:
+        if event.cell:
+            seen.append((event.cell, event.process))
+
+    whole = replayed(results, tmp_path / "whole", listener=told)
     assert whole.done == whole.total == len(seen) < 2 * len(CELLS)
 
     again: list[tuple[Cell | None, int]] = []

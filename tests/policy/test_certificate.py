@@ -4,6 +4,7 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from kdabench.data import exported, measurements, sweep
 from kdabench.data.measurements import Cell, Measurement
 from kdabench.policy import certificate, emit, fit, regret
-from kdabench.policy.constants import RULES
+from kdabench.policy.constants import RULES, Options
 from kdabench.policy.regret import FitError
 from support import synthetic
 from support.synthetic import STOCK, measurement, split
@@ -27,7 +28,7 @@ def held_out(seed: int = 5) -> list[Measurement]:
 
 def test_the_certificate_of_the_floor_model() -> None:
     rows = list(synthetic.measurements())
-    default = {"split": 1, "staging": "registers", "pdl": False, "threads": 256}
+    default: Options = {"split": 1, "staging": "registers", "pdl": False, "threads": 256}
     before = emit.load(emit.emit(fit.fit(rows[: len(rows) // 2], synthetic.ENVS, resamples=0)[0]))
     policy, evidence = fit.fit(
         rows,
@@ -105,7 +106,7 @@ def test_the_policy_in_force_stays_unless_a_new_one_wins() -> None:
     old, _ = fit.fit(pair((1.0, 2.0)), synthetic.ENVS, resamples=0)
     module = emit.load(emit.emit(old))
 
-    def fitted(rows: list[Measurement], **held: dict[str, str]) -> str:
+    def fitted(rows: list[Measurement], **held: Any) -> str:
         policy, evidence = fit.fit(rows, synthetic.ENVS, in_force=module, resamples=50, **held)
         variant = emit.load(emit.emit(policy)).choose(12, 1, 1, "decode").variant
         assert (evidence.kept is None) == (variant == "KdaSplit")

@@ -297,7 +297,7 @@ def test_matches_its_device_alone() -> None:
 
 
 def test_memory_of_choices_is_bounded() -> None:
-    rules = module()
+    rules: Any = module()
     rules._MAX_REMEMBERED = 10
     for requests in range(1, 100):
         rules.choose(12, requests, 1, "decode")

@@ -22,17 +22,13 @@ COMMIT = Candidate.of("KdaCommit", {"source": "ring"})
 
 
 def replay_cell(requests: int, heads: int, tokens: int = 4, **changes: Any) -> Cell:
-    return Cell("replay", requests, heads, tokens, **{"pending": "mix"} | changes)
+    given: dict[str, Any] = {"pending": "mix", **changes}
+    return Cell("replay", requests, heads, tokens, **given)
 
 
 def flush_cell(requests: int, heads: int, tokens: int = 4, **changes: Any) -> Cell:
-    return Cell(
-        "flush",
-        requests,
-        heads,
-        tokens,
-        **{"layers": 69, "pending": "mix", "context": "isolated"} | changes,
-    )
+    given: dict[str, Any] = {"layers": 69, "pending": "mix", "context": "isolated", **changes}
+    return Cell("flush", requests, heads, tokens, **given)
 
 
 def rows_of(

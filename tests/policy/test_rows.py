@@ -3,7 +3,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -23,7 +23,7 @@ WIDE = Candidate.of("KdaWide", {"form": "chunked"})
 CANDIDATES = (split(1), split(2), WIDE)
 
 
-def grid_of(us: dict[tuple[int, int], Sequence[float]], tokens: int = 4) -> Grid:
+def grid_of(us: Mapping[tuple[int, int], Sequence[float]], tokens: int = 4) -> Grid:
     """Record cells: (heads, requests) -> microseconds of CANDIDATES; 0 is no time."""
     return regret.make_grid(
         measurement(Cell("record", requests, heads, tokens), candidate, [time])
@@ -124,7 +124,7 @@ def test_by_how_much_a_row_is_off_is_carried_along() -> None:
             (12, r): (1.2 if r == 32 else elsewhere, 9, 1 if r == 32 else 1.02)
             for r in (8, 16, 24, 32, 40, 48)
         }
-        row = row_of(grid_of(few | many), 96)
+        row = row_of(grid_of({**few, **many}), 96)
         assert row[max(n for n in row if n <= 384)] == between
 
 

@@ -102,7 +102,7 @@ def test_questions_have_distinct_file_names() -> None:
     cells = [cell(1, **c) for c in changes]
     cells += [
         Cell("commit", 1, 12, 4, layers=n, pending=p) for n in (1, 69) for p in (None, "mix", 0)
-    ]  # type: ignore[arg-type]
+    ]
     cells += [Cell("record", 1, 12, q) for q in (2, 4)]
     stems = {curves.Question.of(c).stem for c in cells}
     assert len(stems) == len(cells)

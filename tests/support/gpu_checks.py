@@ -133,3 +133,13 @@ layouts_and_weights = pytest.mark.parametrize(
     ids=["plain", "any strides", "longer window", "bf16 weights", "no bias"],
 )
 """What is changed in the operands, and the kernel's choices that take it."""
+
+
+def forget_rejected(operands: StepOperands) -> StepOperands:
+    """NaN in the records' entries past the pending tokens."""
+    assert operands.pending is not None
+    for tensor in (operands.corrections, operands.key_gates):
+        assert tensor is not None
+        for row, n in enumerate(operands.pending.tolist()):
+            tensor[row, :, max(n, 0) :] = torch.nan
+    return operands

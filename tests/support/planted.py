@@ -33,29 +33,29 @@ REAL = {"KdaSplit": Candidate.of("KdaSplit", SPLIT), "KdaWide": Candidate.of("Kd
 
 
 @triton.jit
-def planted_nothing(out):
+def planted_nothing(out: Any) -> None:
     tl.program_id(0)
 
 
 @triton.jit
-def planted_nan(out, pitch, first, width, BLOCK: tl.constexpr):
+def planted_nan(out: Any, pitch: Any, first: Any, width: Any, BLOCK: tl.constexpr) -> None:
     columns = tl.arange(0, BLOCK)
     nan = tl.full((BLOCK,), float("nan"), tl.bfloat16)
     tl.store(out + tl.program_id(0) * pitch + first + columns, nan, mask=columns < width)
 
 
 @triton.jit
-def planted_touch(weight):
+def planted_touch(weight: Any) -> None:
     tl.store(weight, tl.load(weight) * 1.000001)
 
 
 @triton.jit
-def planted_far(out, offset):
+def planted_far(out: Any, offset: Any) -> None:
     tl.store(out + offset, 1.0)
 
 
 @triton.jit
-def planted_spin(flag):
+def planted_spin(flag: Any) -> None:
     seen = tl.atomic_add(flag, 0)
     while seen == 0:
         seen = tl.atomic_add(flag, 0)
@@ -231,7 +231,7 @@ def stale_captures(count: int) -> int:
     for index in range(count):
         torch.cuda._sleep(200_000)
         source.fill_(index + 1)
-        graph = cuda_graphs.capture(lambda handle: seen.copy_(source), stream)  # type: ignore[arg-type, return-value]
+        graph = cuda_graphs.capture(lambda handle: seen.copy_(source), stream)  # type: ignore[arg-type]
         with torch.cuda.stream(stream):
             graph.replay()
         torch.cuda.synchronize()

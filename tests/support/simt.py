@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, make_dataclass, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
@@ -64,6 +64,8 @@ class Scalar:
     width = 32
     floating = False
     code = ""
+
+    v: Any
 
     def __init__(self, value: Any = 0) -> None:
         self.v = self.convert(value.v if isinstance(value, Scalar) else value)
@@ -105,10 +107,10 @@ class _Integer(Scalar):
 
     @classmethod
     def convert(cls, value: Any) -> int:
-        value = int(value)
-        if not cls.lowest <= value <= cls.highest:
-            raise OverflowError(f"{value} in {cls.__name__}")
-        return value
+        found = int(value)
+        if not cls.lowest <= found <= cls.highest:
+            raise OverflowError(f"{found} in {cls.__name__}")
+        return found
 
 
 class Int32(_Integer):
@@ -258,10 +260,12 @@ class Memory:
             raise ValueError(f"{size} bytes at misaligned {address}")
         return self
 
-    def view(self, kind: type[Scalar]) -> memoryview:
+    def view(self, kind: type[Scalar]) -> Any:
         """As an array of a type, which `views` has from then on."""
         item = kind.width // 8
-        found = self.views[kind.code] = self.bytes[: self.size // item * item].cast(kind.code)
+        found = self.views[kind.code] = self.bytes[: self.size // item * item].cast(
+            cast(Any, kind.code)
+        )
         return found
 
     def read(self, address: int, size: int) -> memoryview:
@@ -366,7 +370,8 @@ class Layout:
         if not self.flat:
             offset, left = _walk(coordinates, self.shape, self.stride)
             return offset, tuple(left)
-        offset, remaining, constant = 0, (), True
+        offset, constant = 0, True
+        remaining: tuple[Any, ...] = ()
         for i, (n, step) in zip(coordinates, self.modes, strict=True):
             if i is None:
                 remaining += ((n, step),)
@@ -417,7 +422,7 @@ def _walk(index: Any, shape: Any, stride: Any) -> tuple[int, list[tuple[int, int
     return i * stride, []
 
 
-class Fragment(list):
+class Fragment(list[Any]):
     """Values of a register tensor."""
 
     def to(self, kind: type[Scalar]) -> Fragment:
@@ -1033,7 +1038,7 @@ def load(*names: str) -> dict[str, ModuleType]:
             sys.modules[options.name] = copy
             options.loader.exec_module(copy)
             if hasattr(copy, "make_dataclass"):
-                copy.make_dataclass = _make_dataclass
+                vars(copy)["make_dataclass"] = _make_dataclass
             setattr(parents[module], _last(module), copy)
             loaded[_last(module)] = copy
     finally:
@@ -1067,7 +1072,7 @@ def _last(module: str) -> str:
 
 
 def run(
-    kernel: Callable[..., None],
+    kernel: Callable[..., Any],
     arguments: Sequence[Any],
     *,
     grid: tuple[int, int, int],

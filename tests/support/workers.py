@@ -45,7 +45,7 @@ def make_sweep(
 
 
 def run(sweep: Sweep, out: Path, **options: Any) -> session.Summary:
-    given = {
+    given: dict[str, Any] = {
         "device": "cuda:0",
         "out": out,
         "results": out / "results",

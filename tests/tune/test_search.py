@@ -59,8 +59,13 @@ def finished(storage: Any) -> list[tuple[Any, ...]]:
 
 
 def test_a_space_is_its_points_not_their_box() -> None:
-    options = [{"split": 1, "staging": "shared"}, {"split": 2}, {"split": 8}, {"split": 8}]
-    full = [{"staging": "registers", "gate_mode": 0, **options} for options in options]
+    options: list[dict[str, Any]] = [
+        {"split": 1, "staging": "shared"},
+        {"split": 2},
+        {"split": 8},
+        {"split": 8},
+    ]
+    full = [{"staging": "registers", "gate_mode": 0, **given} for given in options]
     found = Space.of(
         "KdaSplit",
         [Point(Candidate.of("KdaSplit", s), o) for s, o in zip(options, full, strict=True)],

@@ -9,7 +9,7 @@ compile(problem, options, gpu)      from shapes alone, works with no GPU
 launch(compiled, operands, stream)  enqueues once; allocates nothing, never synchronizes
 
 `_MODULES` is the registry: a new variant is its file and a line there, at the end, so that figures
-keep the colours of the others. To import this package loads no variant; docs/writing-a-kernel.md.
+keep the colours of the others. To import this package loads no variant; docs/new-variant.md.
 """
 
 from __future__ import annotations
