@@ -208,7 +208,11 @@ def steps(recorded: Recorded) -> str:
 def isolated(recorded: Recorded) -> str:
     """Isolated steps, of both state types."""
     found = recorded.times("targets")
-    tables = (table for t in STATE_DTYPES for table in _steps(recorded, found, ISOLATED_STEPS, t, "isolated"))
+    tables = (
+        table
+        for t in STATE_DTYPES
+        for table in _steps(recorded, found, ISOLATED_STEPS, t, "isolated")
+    )
     return "\n\n".join(tables)
 
 
