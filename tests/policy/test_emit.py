@@ -412,7 +412,7 @@ def test_constants_can_be_copied(fitted: tuple[Policy, str]) -> None:
     whole = emit.load(text)
     for name in (*(rule.upper() for rule in constants.RULES), *CONSTANTS):
         assert space[name] == getattr(whole, name)
-    assert space["CHOICES"] == found.options
+    assert space["CHOICES"] == found.choices
     assert space["SCHEDULE"] == found.schedule
     assert space["WINDOW_SCHEDULE"] == found.window_schedule != {}
     assert space["POLICIES"] == found.policies
