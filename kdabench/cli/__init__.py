@@ -14,7 +14,27 @@ from typing import Annotated, Any
 
 import typer
 
-from kdabench.cli import certifying, console, data, measuring, policies, reviewing, tuning
+from kdabench.cli import console
+from kdabench.cli.commands import (
+    binaries,
+    check,
+    choose,
+    compare,
+    compile_,
+    doctor,
+    emit,
+    export,
+    fit,
+    list_,
+    merge,
+    plot,
+    report,
+    run,
+    show,
+    sweep,
+    tune,
+    verify,
+)
 
 _ORDER = ("run", "sweep", "tune", "fit", "emit", "check", "choose", "plot", "compare", "report", "compile", "binaries",
           "verify",
@@ -66,10 +86,13 @@ def _app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     )
     app.callback()(_root)
-    groups = (policies, measuring, certifying, data, reviewing, tuning)
     commands: dict[str, Callable[..., None]] = {
-        n: command for group in groups for n, command in group.COMMANDS.items()
-    }
+        "run": run.run, "sweep": sweep.sweep, "tune": tune.tune, "fit": fit.fit, "emit": emit.emit,
+        "check": check.check, "choose": choose.choose, "plot": plot.plot, "compare": compare.compare,
+        "report": report.report, "compile": compile_.compile_kernels, "binaries": binaries.binaries,
+        "verify": verify.verify, "list": list_.list_all, "show": show.show, "export": export.export,
+        "merge": merge.merge, "doctor": doctor.doctor,
+    }  # fmt: skip
     for name in _ORDER:
         app.command(name)(_interruptible(commands[name]))
     return app

@@ -251,3 +251,27 @@ def _cell_text(event: Event) -> str:
     if event.best is None or event.time_us is None:
         return f"{text}: no result"
     return f"{text}: {event.best} {event.time_us:.2f} us"
+
+
+def ticks(what: str) -> Callable[[object, int], None]:
+    """A listener that counts what is done of how many, on a terminal."""
+    done = 0
+
+    def tick(row: object, total: int) -> None:
+        nonlocal done
+        done += 1
+        if sys.stderr.isatty():
+            print(
+                f"\r{done}/{total} {what}",
+                end="\n" if done == total else "",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    return tick
+
+
+def case_name(case: Any) -> str:
+    choices = ", ".join(f"{key}={value}" for key, value in case.options)
+    problem = case.problem
+    return f"{case.variant}({choices}) {problem.kind} q={problem.tokens} {problem.state_dtype}"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kda_kernels import variants
 from kda_kernels.device.gpu import Gpu
-from kdabench.cli.inputs import known_options
+from kdabench.cli.arguments import known_options
 from kdabench.data import sweep
 from kdabench.data.measurements import Candidate
 from kdabench.data.sweep import SweepError, wave_requests

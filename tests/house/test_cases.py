@@ -27,7 +27,8 @@ import numpy as np
 import pytest
 import typer
 
-from kdabench.cli import console, data, evidence, measuring
+from kdabench.cli import console, evidence, sweeping
+from kdabench.cli.commands import show
 from kdabench.data import devices, measurements, provenance
 from kdabench.data.measurements import Candidate, Cell, Measurement, MeasurementError, l2_state
 from kdabench.data.provenance import ProvenanceWarning
@@ -203,7 +204,7 @@ def test_case_05_empty_single_and_failed(tmp_path: Path) -> None:
         1: ("unstable", "impossible sample: nan us"), 2: ("wrong", "made up: wrong")}  # fmt: skip
     assert "NaN" not in measurements.dumps(summary.measurements)
     with pytest.raises(typer.Exit) as ended:
-        measuring.finish(summary)
+        sweeping.finish(summary)
     assert ended.value.exit_code == console.FINDING
 
 
@@ -686,7 +687,7 @@ def test_case_19_statistics_are_of_the_raw_samples_in_order(tmp_path: Path) -> N
     assert list(row.samples_us) == samples
     replayed = run_contest([STOCK], ReplayedClock([row]), Plan(max_rounds=9))
     assert replayed.samples[STOCK] == samples
-    (shown,) = data._candidate_rows("a.db", [row])
+    (shown,) = show._candidate_rows("a.db", [row])
     assert shown["median_us"] == 5.5
     assert shown["quartiles_us"] == [5.25, 9.0]
     assert shown["samples"] == 5
@@ -726,7 +727,7 @@ def test_case_22_what_was_not_measured_is_no_pass() -> None:
     text = evidence.text(policy, found)
     assert "2 cells" in text
     assert "no variant has a time in 1: decode heads=12 requests=1" in text
-    shown = data._candidate_rows("a", rows)
+    shown = show._candidate_rows("a", rows)
     figures = [
         (row["median_us"], row["efficiency"]) for row in shown if row["cell"]["requests"] == 1
     ]
@@ -862,7 +863,7 @@ sys.path[:0] = {[str(Path(__file__).parents[1]), *sys.path]!r}
 from pathlib import Path
 import typer
 from support import workers
-from kdabench.cli import measuring
+from kdabench.cli import sweeping
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -870,7 +871,7 @@ if __name__ == "__main__":
     here = Path({str(tmp_path)!r})
     sweep = workers.make_sweep(here, (workers.candidate(1), workers.candidate(2)), requests=tuple(range(1, 400)))
     try:
-        measuring.finish(workers.run(sweep, here, listener=lambda event: print(event.done, flush=True)))
+        sweeping.finish(workers.run(sweep, here, listener=lambda event: print(event.done, flush=True)))
     except typer.Exit as ended:
         sys.exit(ended.exit_code)
 """)

@@ -448,14 +448,14 @@ def test_mistakes_are_one_line_and_status_2(kdabench: Any, files: tuple[str, str
 
 
 def test_a_cell_comes_from_the_other_sides_sweep(tmp_path: Path) -> None:
-    from kdabench.cli import reviewing
+    from kdabench.cli import sources
 
     files = {
         "dispatch": quiet(5.0) + quiet(5.0, split(1)),
         "quick": quiet(6.0),
         "targets": quiet(7.0, cell=CELLS[1]),
     }
-    source = reviewing._Source("x", files, synthetic.ENVS, tmp_path)
+    source = sources.Source("x", files, synthetic.ENVS, tmp_path)
     assert {
         r.samples_us[0] > 5.5 for r in source.measurements(["quick"]) if r.cell == CELLS[0]
     } == {True}

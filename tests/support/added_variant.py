@@ -19,7 +19,8 @@ from kda_kernels.device.gpu import Gpu
 from kda_kernels.problem import HEAD_DIM, Problem
 from kda_kernels.serving.layer import Caches, LayerWeights
 from kda_kernels.serving.prepared import PreparedKda
-from kdabench.cli import inputs, tuning
+from kdabench.cli import arguments
+from kdabench.cli.commands import tune as tuning
 from kdabench.data import sweep
 from kdabench.data.measurements import Candidate, Cell, Measurement
 from kdabench.policy import emit, fit
@@ -99,7 +100,7 @@ def prepared(policy: object) -> None:
 
 def main(folder: Path) -> None:
     (folder / "added.toml").write_text(SWEEP)
-    plan = inputs.load_sweep(folder / "added.toml", 132)
+    plan = arguments.load_sweep(folder / "added.toml", 132)
     assert {c.options["evict"] for c in plan.candidates if c.variant == ADDED} == {False, True}
     assert len(list(tuning._every(ADDED, plan.cells[0]))) == len(
         list(tuning._every(COPIED, plan.cells[0]))

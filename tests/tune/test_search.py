@@ -23,7 +23,7 @@ from optuna.trial import TrialState
 
 from kda_kernels import variants
 from kdabench import cli
-from kdabench.cli import inputs
+from kdabench.cli import arguments
 from kdabench.data import measurements, sweep
 from kdabench.data.measurements import Candidate, Cell, Measurement
 from kdabench.measure.contest import Contest, Plan
@@ -426,7 +426,7 @@ def kdabench(
 ) -> Any:
     """Run a command where a made-up device was recorded: exit status, stdout and stderr."""
     (tmp_path / "made-up.toml").write_text(SWEEP)
-    plan = inputs.load_sweep(tmp_path / "made-up.toml", 100)
+    plan = arguments.load_sweep(tmp_path / "made-up.toml", 100)
     folder = tmp_path / "results" / "synthetic-one"
     measurements.dump(
         synthetic.measurements(plan.cells, plan.candidates, processes=3), folder / "made-up.jsonl"
@@ -451,7 +451,7 @@ def test_tune_on_recorded_samples(kdabench: Any) -> None:
     assert "30 trials simulated on recorded samples, in out/made-up.replay.tune.db" in out
     assert Path("out/made-up.replay.tune.best.svg").stat().st_size > 1000
     assert Path("out/made-up.replay.tune.importance.png").stat().st_size > 1000
-    again = sweep.load(Path("out/made-up.replay.tuned.toml"), inputs.known_options())
+    again = sweep.load(Path("out/made-up.replay.tuned.toml"), arguments.known_options())
     assert Candidate.of("KdaSplit", {}) in again.candidates
     assert "replay" in again.question
 
@@ -489,7 +489,7 @@ def test_mistakes(kdabench: Any, arguments: tuple[str, ...], message: str) -> No
 @pytest.mark.parametrize("name", variants.NAMES)
 def test_full_space_holds_what_is_for_a_tuner_to_choose(name: str) -> None:
     from kda_kernels.device.gpu import Gpu
-    from kdabench.cli import tuning
+    from kdabench.cli.commands import tune as tuning
 
     kinds = variants.declared(name).kinds
     kind = "record" if "record" in kinds else kinds[0]
@@ -506,7 +506,7 @@ def test_an_option_without_values_to_try_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Once the product over its values was empty, and the variant left out in silence."""
-    from kdabench.cli import tuning
+    from kdabench.cli.commands import tune as tuning
 
     declared = replace(variants.declared("stock"), tried={"num_warps": (1, 2)})
     monkeypatch.setattr(variants, "declared", lambda name: declared)

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kdabench.cli import console, inputs, measuring
-from kdabench.cli.inputs import OUT, RESULTS, DeviceChoice, Json, Out, Results, SweepFile
+from kdabench.cli import arguments, console
+from kdabench.cli.arguments import (
+    OUT,
+    RESULTS,
+    DeviceChoice,
+    Json,
+    Out,
+    Results,
+    SweepFile,
+    Variants,
+)
 
 if TYPE_CHECKING:
     from kdabench.data.measurements import Candidate, Cell
@@ -22,8 +34,13 @@ if TYPE_CHECKING:
     from kdabench.tune.search import Event, Outcome, Summary, Task
     from kdabench.tune.space import Point
 
+
 _SAMPLERS = ("transfer", "tpe", "gp", "random", "exhaustive")
+
+
 _SPACES = ("sweep", "full")
+
+
 _LINE_S = 5.0
 
 
@@ -37,7 +54,7 @@ def tune(
         float | None,
         typer.Option(metavar="SECONDS", min=1, help="Begin no trial after this many seconds."),
     ] = None,
-    variant: measuring.Variants = None,
+    variant: Variants = None,
     space: Annotated[
         str,
         typer.Option(
@@ -88,22 +105,22 @@ def tune(
     from kdabench.tune import search as tuning
     from kdabench.tune.heats import RecordedBench
 
-    inputs.require_sweep_file(file)
+    arguments.require_sweep_file(file)
     _one_of("--space", space, _SPACES)
     _one_of("--sampler", sampler, _SAMPLERS)
-    target = inputs.find_device(device, results)
-    plan = inputs.load_sweep(file, target.sms)
+    target = arguments.find_device(device, results)
+    plan = arguments.load_sweep(file, target.sms)
     names = _variants(variant, plan)
     if compare and not target.replay:
         console.fail(
             "--compare: the best of each cell must be known: --device replay:<recorded device>"
         )
-    first = inputs.headline(target, device, results)
+    first = arguments.headline(target, device, results)
     if as_json:
         console.note(first)
     else:
         console.line(first)
-    inputs.require_writable(out)
+    arguments.require_writable(out)
     options = tuning.Options(trials, sampler, seed, warm=neighbours)  # type: ignore[arg-type]
     title = f"{plan.stem} on {target.name}" + (
         ", replay of recorded measurements" if target.replay else ""
@@ -149,7 +166,7 @@ def _require(tasks: Sequence[Task], file: Path, names: Sequence[str]) -> None:
 
 
 def _measure(
-    plan: Sweep, names: Sequence[str], full: bool, target: inputs.Device, options: Any, budget: float | None, out: Path,
+    plan: Sweep, names: Sequence[str], full: bool, target: arguments.Device, options: Any, budget: float | None, out: Path,
     file: Path,
 ) -> Summary:  # fmt: skip
     import torch
@@ -273,7 +290,6 @@ def _recorded_points(
 @contextmanager
 def _progress() -> Iterator[Callable[[Event], None]]:
     """A line now and then on stderr, on a terminal in place, with the best of the study in work."""
-    import sys
     import time
 
     last = time.monotonic()
@@ -309,7 +325,7 @@ def _name(task: Task | None) -> str:
 
 
 def _report(
-    summary: Summary, plan: Sweep, out: Path, target: inputs.Device, title: str, as_json: bool
+    summary: Summary, plan: Sweep, out: Path, target: arguments.Device, title: str, as_json: bool
 ) -> None:
     done = sum(len(o.finished) for o in summary.outcomes)
     if summary.interrupted:
@@ -389,13 +405,11 @@ def _row(outcome: Outcome) -> tuple[object, ...]:
 
 
 def _percent(log_ratio: float) -> float:
-    import math
 
     return 100 * math.expm1(log_ratio)
 
 
 def _study_json(outcome: Outcome) -> dict[str, Any]:
-    from dataclasses import asdict
 
     from optuna.trial import TrialState
 
@@ -423,7 +437,6 @@ def _study_json(outcome: Outcome) -> dict[str, Any]:
 def _sweep_text(outcomes: Sequence[Outcome], title: str) -> str:
     """A sweep of the winners that beat their default, with the default, in the cells where they
     do."""
-    from dataclasses import asdict
 
     cells = list(dict.fromkeys(o.task.cell for o in outcomes))
     winners = {o.verdict.winner: None for o in outcomes if o.verdict is not None}
@@ -510,6 +523,3 @@ def _way_row(way: Any, found: Sequence[Found]) -> tuple[Any, ...]:
         fmean(f.trials for f in found),
         fmean(f.readings for f in found),
     )
-
-
-COMMANDS: dict[str, Callable[..., None]] = {"tune": tune}

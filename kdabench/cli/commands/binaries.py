@@ -1,20 +1,25 @@
-"""binaries: the command about what machine code the kernels are."""
+"""binaries: what machine code the kernels are."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kdabench.cli import console
-from kdabench.cli.inputs import RESULTS, Json, Results
-from kdabench.cli.measuring import Variants, chosen_variants, progress
+from kdabench.cli.arguments import (
+    RESULTS,
+    Json,
+    Results,
+    Variants,
+    chosen_variants,
+)
 
 if TYPE_CHECKING:
     from kdabench.checks.binaries import Comparison, Manifest
+
 
 _SHOWN = 20
 """Binaries that are named in each list; --json has all."""
@@ -77,7 +82,7 @@ def binaries(
     wanted = {name: code.named(name, recorded) for name in names}
     if some is not None:
         wanted = code.sample(wanted, some)
-    rows = code.compiled(arch, wanted, jobs or os.cpu_count() or 1, progress("binaries"))
+    rows = code.compiled(arch, wanted, jobs or os.cpu_count() or 1, console.ticks("binaries"))
     if check:
         assert known is not None
         _tell(code.compare(known, rows), path, as_json)
@@ -136,6 +141,3 @@ def _tell(found: Comparison, path: Path, as_json: bool) -> None:
             "on the GPU for the variants named, and their cells measured again"
         )
         raise typer.Exit(console.FINDING)
-
-
-COMMANDS: dict[str, Callable[..., None]] = {"binaries": binaries}

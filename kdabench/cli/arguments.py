@@ -1,5 +1,4 @@
-"""What several commands read: sweeps with the variants' options, devices, records, policy
-modules."""
+"""What several commands are told: their arguments and options, and what these stand for."""
 
 from __future__ import annotations
 
@@ -18,30 +17,44 @@ if TYPE_CHECKING:
     from kdabench.data.measurements import Measurement
     from kdabench.data.sweep import Sweep
 
+
 SweepFile = Annotated[
     Path, typer.Argument(metavar="SWEEP.toml", help="A sweep file.", show_default=False)
 ]
+
+
 RecordedDevice = Annotated[
     str,
     typer.Argument(
         metavar="DEVICE", help="A recorded device, such as nvidia-h200.", show_default=False
     ),
 ]
+
+
 DeviceChoice = Annotated[
     str,
     typer.Option(
         "--device", metavar="DEVICE", help="auto, cuda, cuda:N or replay:<recorded device>."
     ),
 ]
+
+
 Results = Annotated[
     Path, typer.Option("--results", metavar="FOLDER", help="Recorded measurements, by device.")
 ]
+
+
 Out = Annotated[
     Path, typer.Option("--out", metavar="FOLDER", help="Journals and the output of local runs.")
 ]
+
+
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
+
 RESULTS = Path("results")
+
+
 OUT = Path("out")
 
 
@@ -208,3 +221,86 @@ def default_schedule() -> dict[str, Any]:
 
     name = variants.of_rule("schedule")
     return {} if name is None else dict(variants.declared(name).defaults)
+
+
+Budget = Annotated[
+    float | None,
+    typer.Option(
+        "--budget", metavar="SECONDS", min=1, help="Begin no cell after this many seconds."
+    ),
+]
+
+
+CellSeconds = Annotated[
+    float | None,
+    typer.Option(
+        "--cell-seconds",
+        metavar="SECONDS",
+        min=0.01,
+        help="Begin no further round of a cell after this much time in a process (1); five rounds there are always.",
+    ),
+]
+
+
+Share = Annotated[
+    str,
+    typer.Option(
+        "--share",
+        metavar="K/N",
+        help="Only every N-th cell from the K-th on; join the journals with merge.",
+    ),
+]
+
+
+Adaptive = Annotated[
+    bool,
+    typer.Option(
+        "--adaptive",
+        help="Only the cells a policy depends on, those first where it could lose most; shares are of rows.",
+    ),
+]
+
+
+Target = Annotated[
+    float | None,
+    typer.Option(
+        "--target",
+        metavar="PERCENT",
+        min=0,
+        help="With --adaptive: leave out where less than this can be lost (0.5).",
+    ),
+]
+
+
+Cells = Annotated[
+    int | None,
+    typer.Option("--cells", metavar="N", min=1, help="With --adaptive: choose at most N cells."),
+]
+
+
+Variants = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--variant", metavar="NAME", help="Only this variant; may be given several times."
+    ),
+]
+
+
+def parse_share(text: str) -> tuple[int, int]:
+    """(k, n) of "k/n" with 1 <= k <= n. Ends the command for anything else."""
+    number, _, of = text.partition("/")
+    if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+        console.fail(f"--share: {text!r}: K/N with 1 <= K <= N, such as 2/4")
+    return int(number), int(of)
+
+
+def chosen_variants(names: list[str] | None) -> list[str]:
+    from kda_kernels import variants
+
+    for name in names or ():
+        if name not in variants.NAMES:
+            console.fail(f"--variant: {name!r}: one of {', '.join(variants.NAMES)}")
+    return list(dict.fromkeys(names)) if names else list(variants.NAMES)
+
+
+Sweeps = Annotated[Path, typer.Option("--sweeps", metavar="FOLDER", help="Sweep files.")]

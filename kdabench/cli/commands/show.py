@@ -1,92 +1,38 @@
-"""list, show, plot, export, merge: the commands about sweeps, journals and recorded
-measurements."""
+"""show: what a sweep asks, or what was recorded."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kdabench.cli import console, inputs
-from kdabench.cli.inputs import OUT, RESULTS, Json, Out, Results, SweepFile
+from kdabench.cli import arguments, console
+from kdabench.cli.arguments import (
+    RESULTS,
+    Json,
+    Results,
+)
 
 if TYPE_CHECKING:
     from kdabench.data.measurements import Candidate, Cell, Measurement
 
-Sweeps = Annotated[Path, typer.Option("--sweeps", metavar="FOLDER", help="Sweep files.")]
-
-
-def list_all(
-    sweeps: Sweeps = Path("sweeps"),
-    results: Results = RESULTS,
-    out: Out = OUT,
-    as_json: Json = False,
-) -> None:
-    """List sweeps, recorded devices, journals and variants.
-
-    \b
-    Examples:
-      kdabench list
-      kdabench list --json
-    """
-    from kda_kernels import variants
-    from kdabench.data import devices
-
-    listed: dict[str, list[dict[str, Any]]] = {
-        "sweeps": [
-            {"file": str(path), "question": _question(path)}
-            for path in sorted(sweeps.glob("*.toml"))
-        ],
-        "devices": [
-            {
-                "device": slug,
-                "records": [path.name for path in sorted((results / slug).glob("*.jsonl"))],
-                "policy": (results / slug / "policy.py").is_file(),
-            }
-            for slug in devices.recorded(results)
-        ],
-        "journals": [{"file": str(path)} for path in sorted(out.glob("*.db"))],
-        "variants": [{"variant": name} for name in variants.NAMES],
-    }
-    if as_json:
-        console.emit_json(listed)
-        return
-    for heading, rows in listed.items():
-        console.line(heading)
-        for row in rows:
-            console.line("  " + "  ".join(_plain(value) for value in row.values()))
-        if not rows:
-            console.line("  none")
-
-
-def _plain(value: object) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    if isinstance(value, bool):
-        return "with policy" if value else "no policy"
-    return str(value)
-
-
-def _question(path: Path) -> str:
-    """Only the question: listing needs no variant's options. A broken file says so in its place."""
-    import tomllib
-
-    try:
-        return str(tomllib.loads(path.read_text(encoding="utf-8")).get("question", "no question"))
-    except (OSError, ValueError) as error:
-        return f"cannot be read: {' '.join(str(error).split())}"
-
 
 Heads = Annotated[int | None, typer.Option(min=1, help="Only cells with this many heads.")]
+
+
 Requests = Annotated[int | None, typer.Option(min=1, help="Only cells with this many requests.")]
+
+
 Tokens = Annotated[
     int | None, typer.Option(min=1, help="Only cells with this many tokens per request.")
 ]
+
+
 KindName = Annotated[str | None, typer.Option(help="Only cells of this kind.")]
 
 
@@ -146,12 +92,12 @@ def _measurements(path: Path, target: str, results: Path) -> dict[str, list[Meas
     if path.suffix == ".jsonl":
         with console.user_input():
             return {path.name: measurements.load([path])}
-    return inputs.load_measurements(results, target)[1]
+    return arguments.load_measurements(results, target)[1]
 
 
 def _show_sweep(path: Path, results: Path, as_json: bool) -> None:
-    inputs.require_sweep_file(path)
-    sweep = inputs.load_sweep(path, inputs.any_sms(results))
+    arguments.require_sweep_file(path)
+    sweep = arguments.load_sweep(path, arguments.any_sms(results))
     if as_json:
         console.emit_json(
             {
@@ -291,155 +237,3 @@ def _candidate_rows(name: str, measurements: Sequence[Measurement]) -> list[dict
 
 def _number(value: float | None, form: str) -> str | None:
     return None if value is None else format(value, form)
-
-
-def plot(
-    source: Annotated[
-        str, typer.Argument(metavar="SOURCE", help="A recorded device, or a journal (.db).")
-    ] = "nvidia-h200",
-    policy: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Policy module to show; the device's own by default."),
-    ] = None,
-    to: Annotated[
-        Path | None, typer.Option("--to", metavar="FOLDER", help="Where to write the figures.")
-    ] = None,
-    results: Results = RESULTS,
-    as_json: Json = False,
-) -> None:
-    """Draw latency curves.
-
-    An SVG and a PNG per kind, tokens and circumstances. A device's figures go to RESULTS/<device>/plots, those of a
-    journal to OUT/<sweep>/plots.
-
-    \b
-    Examples:
-      kdabench plot nvidia-h200
-      kdabench plot out/dispatch.db --policy out/dispatch/policy.py
-      kdabench plot nvidia-h200 --to /tmp/plots
-    """
-    from kdabench.policy import emit
-
-    path = Path(source)
-    if path.suffix == ".db":
-        from kdabench.measure.journal import Journal
-
-        with Journal.read(path) as journal:
-            measurements, envs, replay = journal.measurements(), journal.envs(), journal.replay
-        with console.user_input():
-            name, sms = inputs.device_of(envs, str(path))
-        home = path.with_name(path.name.removesuffix(".db").removesuffix(".replay"))
-        folder, own = to or home / "plots", home / "policy.py"
-    else:
-        home, files = inputs.load_measurements(results, source)
-        measurements = _fullest(files)
-        with console.user_input():
-            name, sms = inputs.describe(home)
-        folder, replay, own = to or home / "plots", False, home / "policy.py"
-    if not measurements:
-        console.fail(f"{source}: no records to draw")
-    module = inputs.load_policy(policy or own) if policy or own.is_file() else None
-    held = () if path.suffix == ".db" else tuple(emit.held(home))
-    written = write_plots(
-        measurements, folder, name=name, sms=sms, policy=module, replay=replay, held=held
-    )
-    if as_json:
-        console.emit_json([str(path) for path in written])
-        return
-    for path in written:
-        console.line(console.relative(path))
-
-
-def _fullest(files: Mapping[str, Sequence[Measurement]]) -> list[Measurement]:
-    """For each question the records of the file that has most of its cells: sessions are not mixed
-    in one figure.
-
-    Held-out cells are scattered on purpose, and not drawn.
-    """
-    from kdabench.policy.emit import HELD_OUT
-    from kdabench.review.curves import Question, by_question
-
-    best: dict[Question, list[Measurement]] = {}
-    for name, measurements in files.items():
-        if name != HELD_OUT:
-            for question, group in by_question(measurements).items():
-                best[question] = max(
-                    best.get(question, []), group, key=lambda rows: len({r.cell for r in rows})
-                )
-    return [measurement for group in best.values() for measurement in group]
-
-
-def write_plots(
-    measurements: Sequence[Measurement],
-    folder: Path,
-    *,
-    name: str,
-    sms: int,
-    policy: Any,
-    replay: bool,
-    held: Collection[str] = (),
-) -> list[Path]:
-    from kdabench.review import plot
-
-    inputs.require_writable(folder)
-    return plot.write_plots(
-        measurements, folder, device=name, sms=sms, policy=policy, replay=replay, held=held
-    )
-
-
-def export(
-    file: SweepFile, out: Out = OUT, results: Results = RESULTS, as_json: Json = False
-) -> None:
-    """Write a measured journal into the recorded results.
-
-    They are RESULTS/<device>/<sweep>.jsonl and env.json. A replay is not a measurement and is refused.
-
-    \b
-    Examples:
-      kdabench export sweeps/dispatch.toml
-    """
-    from kdabench.data import devices
-    from kdabench.measure import journal
-
-    path = out / f"{file.stem}.db"
-    if not path.exists():
-        replayed = path.with_suffix(".replay.db")
-        if replayed.exists():
-            console.fail(f"{replayed}: is a replay; it is never exported as a measurement")
-        console.fail(f"{path}: no such journal; measure with: kdabench sweep {file}")
-    with journal.Journal.read(path) as measured:
-        with console.user_input():
-            name, _ = inputs.device_of(measured.envs(), str(path))
-        written = journal.export(measured, results, devices.slug(name), file.stem)
-        count = len(measured.measurements())
-    if as_json:
-        console.emit_json({"file": str(written), "records": count})
-    else:
-        console.line(f"{count} records in {console.relative(written)}")
-
-
-def merge(
-    journals: Annotated[
-        list[Path], typer.Argument(metavar="JOURNAL...", help="Journals of one sweep.")
-    ],
-    to: Annotated[Path, typer.Option("--to", metavar="FILE", help="The new journal.")],
-) -> None:
-    """Join journals of one sweep into a new one.
-
-    \b
-    Examples:
-      kdabench merge a/dispatch.db b/dispatch.db --to out/dispatch.db
-    """
-    from kdabench.measure import journal
-
-    journal.merge(journals, to)
-    console.line(console.relative(to))
-
-
-COMMANDS: dict[str, Callable[..., None]] = {
-    "plot": plot,
-    "list": list_all,
-    "show": show,
-    "export": export,
-    "merge": merge,
-}

@@ -1,0 +1,31 @@
+"""merge: journals of one sweep into one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kdabench.cli import console
+
+if TYPE_CHECKING:
+    pass
+
+
+def merge(
+    journals: Annotated[
+        list[Path], typer.Argument(metavar="JOURNAL...", help="Journals of one sweep.")
+    ],
+    to: Annotated[Path, typer.Option("--to", metavar="FILE", help="The new journal.")],
+) -> None:
+    """Join journals of one sweep into a new one.
+
+    \b
+    Examples:
+      kdabench merge a/dispatch.db b/dispatch.db --to out/dispatch.db
+    """
+    from kdabench.measure import journal
+
+    journal.merge(journals, to)
+    console.line(console.relative(to))
