@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from kdabench.cli import console
+from kdabench.data import results
 from kdabench.data.measurements import Cell, Measurement, cell_order, load, load_envs
 from kdabench.policy import emit, fit, regret
 from kdabench.policy.adaptive import TARGET, Course, rows_of
@@ -30,7 +31,7 @@ class Study:
 
     def __init__(self, folder: Path) -> None:
         path = folder / "dispatch.jsonl"
-        self.held, self.envs = emit.held(folder), load_envs([path])
+        self.held, self.envs = results.held(folder), load_envs([path])
         self.measurements = [r for r in load([path]) if r.cell.kind != "flush"]
         self.grid = fit.step_grid(self.measurements, held=self.held)
         self.by_pair: dict[tuple[Cell, int], list[Measurement]] = {}

@@ -3,205 +3,118 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
+from kda_kernels import policies, variants
+from kdabench import sources
 from kdabench.cli import console
+from kdabench.data.sweep import Sweep
+from kdabench.measure import target as targets
+from kdabench.measure.target import Target
+from kdabench.sources import Source
 
-if TYPE_CHECKING:
-    from kdabench.data.measurements import Measurement
-    from kdabench.data.sweep import Sweep
-
+RESULTS = Path("results")
+OUT = Path("out")
+SWEEPS = Path("sweeps")
 
 SweepFile = Annotated[
     Path, typer.Argument(metavar="SWEEP.toml", help="A sweep file.", show_default=False)
 ]
-
-
 RecordedDevice = Annotated[
     str,
     typer.Argument(
         metavar="DEVICE", help="A recorded device, such as nvidia-h200.", show_default=False
     ),
 ]
-
-
 DeviceChoice = Annotated[
     str,
     typer.Option(
         "--device", metavar="DEVICE", help="auto, cuda, cuda:N or replay:<recorded device>."
     ),
 ]
-
-
 Results = Annotated[
     Path, typer.Option("--results", metavar="FOLDER", help="Recorded measurements, by device.")
 ]
-
-
 Out = Annotated[
     Path, typer.Option("--out", metavar="FOLDER", help="Journals and the output of local runs.")
 ]
-
-
+Sweeps = Annotated[Path, typer.Option("--sweeps", metavar="FOLDER", help="Sweep files.")]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+Budget = Annotated[
+    float | None,
+    typer.Option(
+        "--budget", metavar="SECONDS", min=1, help="Begin no cell after this many seconds."
+    ),
+]
+Variants = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--variant", metavar="NAME", help="Only this variant; may be given several times."
+    ),
+]
+Jobs = Annotated[int | None, typer.Option(min=1, help="Processes; as many as cores by default.")]
 
 
-RESULTS = Path("results")
+def one_of(option: str, value: str, allowed: Sequence[str]) -> None:
+    """End the command unless an option's value is one of some words."""
+    if value not in allowed:
+        console.fail(f"{option}: {value!r}: one of {', '.join(allowed)}")
 
 
-OUT = Path("out")
+def chosen_variants(
+    names: Sequence[str] | None, known: Sequence[str] = variants.NAMES
+) -> list[str]:
+    """Give the variants that --variant names, each once; all known ones without it.
 
-
-@dataclass(frozen=True)
-class Device:
-    """A device to measure or to replay.
-
-    choice   "cuda:N" or "replay:<slug>"
-    name     as its driver says, such as NVIDIA H200
-    slug     of its folder in results/
+    Ends the command for one that is not known.
     """
-
-    choice: str
-    name: str
-    slug: str
-    sms: int
-
-    @property
-    def replay(self) -> bool:
-        return self.choice.startswith("replay:")
+    for name in names or ():
+        one_of("--variant", name, known)
+    return list(dict.fromkeys(names or known))
 
 
-def find_device(choice: str, results: Path) -> Device:
-    """The device for a user's `--device`. Ends the command if there is none."""
-    from kdabench.data import devices
-    from kdabench.measure import session
+def parse_share(text: str) -> tuple[int, int]:
+    """Read "k/n", 1 <= k <= n, as (k, n). Ends the command for anything else."""
+    number, _, of = text.partition("/")
+    if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+        console.fail(f"--share: {text!r}: K/N with 1 <= K <= N, such as 2/4")
+    return int(number), int(of)
 
+
+def find_target(choice: str, results: Path) -> Target:
+    """Find the device of a user's --device. Ends the command if there is none."""
     with console.user_input():
-        found = session.find_device(choice, results)
-        if found.startswith("replay:"):
-            slug = found.removeprefix("replay:")
-            name, sms = describe(results / slug)
-            return Device(found, name, slug, sms)
-    import torch
-
-    properties = torch.cuda.get_device_properties(int(found.removeprefix("cuda:")))
-    return Device(
-        found, properties.name, devices.slug(properties.name), properties.multi_processor_count
-    )
+        return targets.find(choice, results)
 
 
-def any_sms(results: Path) -> int | None:
-    """SM count of the device that `auto` finds, or None."""
-    from kdabench.measure import session
-
-    try:
-        session.find_device("auto", results)
-    except ValueError:
-        return None
-    return find_device("auto", results).sms
+def load_sweep(path: Path, sms: int | None) -> Sweep:
+    """Read a sweep file. Ends the command if it can't be used."""
+    with console.user_input():
+        return sources.load_sweep(path, sms)
 
 
-def describe(folder: Path) -> tuple[str, int]:
-    """Name and SM count of the device that a results folder is about. Raises ValueError."""
-    from kdabench.data.measurements import load_envs
-
-    return device_of(load_envs([folder / "env.json"]), str(folder / "env.json"))
-
-
-def device_of(envs: Mapping[str, Mapping[str, Any]], where: str) -> tuple[str, int]:
-    """Name and SM count of the one device that environments are about. Raises ValueError."""
-    found = sorted({(env["gpu"], env["sms"]) for env in envs.values()})
-    if len(found) != 1:
-        raise ValueError(f"{where}: gpu, sms: {found}: one device expected")
-    name, sms = found[0]
-    return str(name), int(sms)
-
-
-def headline(device: Device, asked: str, results: Path) -> str:
-    """First line of a command that measures or replays."""
-    if not device.replay:
-        return f"measuring on {device.name} ({device.choice}, {device.sms} SMs)"
-    where = (
-        f"the recorded measurements of {device.name} ({console.relative(results / device.slug)})"
-    )
-    return f"no GPU found: replaying {where}" if asked == "auto" else f"replaying {where}"
-
-
-def known_options() -> dict[str, dict[str, type]]:
-    """Options of every variant by name, and their types."""
-    from kda_kernels import variants
-
-    return {
-        name: {option: found.type for option, found in variants.declared(name).options.items()}
-        for name in variants.NAMES
-    }
+def open_source(name: str, results: Path) -> Source:
+    """Open a recorded device, a file of measurements or a journal. Ends the command if it can't."""
+    with console.user_input():
+        return sources.open_source(name, results)
 
 
 def require_sweep_file(path: Path) -> None:
     """End the command if there is no such file, before anything slow happens."""
     if path.is_file():
         return
-    known = [str(p) for p in sorted(Path("sweeps").glob("*.toml"))]
+    known = [str(p) for p in sorted(SWEEPS.glob("*.toml"))]
     close = [p for p in known if Path(p).stem == path.stem]
-    if not close:
-        from difflib import get_close_matches
-
-        close = get_close_matches(str(path), known, n=1)
+    close = close or get_close_matches(str(path), known, n=1)
     hint = (
         f"did you mean {close[0]}?" if close else f"known: {', '.join(known) or 'none in sweeps'}"
     )
     console.fail(f"{path}: no such sweep file; {hint}")
-
-
-def load_sweep(path: Path, sms: int | None) -> Sweep:
-    from kdabench.data import sweep
-
-    with console.user_input():
-        return sweep.load(path, known_options(), sms)
-
-
-def load_measurements(results: Path, device: str) -> tuple[Path, dict[str, list[Measurement]]]:
-    """A recorded device's folder, and its records by file: sweeps may share cells, so files are
-    kept apart."""
-    from kdabench.data import devices, measurements
-
-    with console.user_input():
-        folder = devices.results_folder(results, device)
-        return folder, {
-            path.name: measurements.load([path]) for path in sorted(folder.glob("*.jsonl"))
-        }
-
-
-def load_policy(path: Path) -> ModuleType:
-    """A generated policy module by its path. Ends the command if it is missing or not one."""
-    from kdabench.policy import emit
-
-    with console.user_input():
-        if not path.is_file():
-            raise ValueError(
-                f"{path}: no policy there; write it with: kdabench emit {path.parent.name}"
-            )
-        try:
-            module = emit.load(
-                path.read_text(encoding="utf-8"), f"kdabench_policy_{path.parent.name}"
-            )
-        except Exception as error:
-            raise ValueError(
-                f"{path}: not a policy module: {type(error).__name__}: {error}"
-            ) from None
-        if not all(
-            callable(getattr(module, name, None)) for name in ("choose", "ranked", "explain")
-        ):
-            raise ValueError(
-                f"{path}: not a policy module: it lacks choose(), ranked() or explain()"
-            )
-        return module
 
 
 def require_writable(folder: Path) -> None:
@@ -215,92 +128,6 @@ def require_writable(folder: Path) -> None:
         console.fail(f"{folder}: not writable")
 
 
-def default_schedule() -> dict[str, Any]:
-    """Of the variant that a policy has schedules of: its own default, in full."""
-    from kda_kernels import variants
-
-    name = variants.of_rule("schedule")
-    return {} if name is None else dict(variants.declared(name).defaults)
-
-
-Budget = Annotated[
-    float | None,
-    typer.Option(
-        "--budget", metavar="SECONDS", min=1, help="Begin no cell after this many seconds."
-    ),
-]
-
-
-CellSeconds = Annotated[
-    float | None,
-    typer.Option(
-        "--cell-seconds",
-        metavar="SECONDS",
-        min=0.01,
-        help="Begin no further round of a cell after this much time in a process (1); five rounds there are always.",
-    ),
-]
-
-
-Share = Annotated[
-    str,
-    typer.Option(
-        "--share",
-        metavar="K/N",
-        help="Only every N-th cell from the K-th on; join the journals with merge.",
-    ),
-]
-
-
-Adaptive = Annotated[
-    bool,
-    typer.Option(
-        "--adaptive",
-        help="Only the cells a policy depends on, those first where it could lose most; shares are of rows.",
-    ),
-]
-
-
-Target = Annotated[
-    float | None,
-    typer.Option(
-        "--target",
-        metavar="PERCENT",
-        min=0,
-        help="With --adaptive: leave out where less than this can be lost (0.5).",
-    ),
-]
-
-
-Cells = Annotated[
-    int | None,
-    typer.Option("--cells", metavar="N", min=1, help="With --adaptive: choose at most N cells."),
-]
-
-
-Variants = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--variant", metavar="NAME", help="Only this variant; may be given several times."
-    ),
-]
-
-
-def parse_share(text: str) -> tuple[int, int]:
-    """(k, n) of "k/n" with 1 <= k <= n. Ends the command for anything else."""
-    number, _, of = text.partition("/")
-    if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
-        console.fail(f"--share: {text!r}: K/N with 1 <= K <= N, such as 2/4")
-    return int(number), int(of)
-
-
-def chosen_variants(names: list[str] | None) -> list[str]:
-    from kda_kernels import variants
-
-    for name in names or ():
-        if name not in variants.NAMES:
-            console.fail(f"--variant: {name!r}: one of {', '.join(variants.NAMES)}")
-    return list(dict.fromkeys(names)) if names else list(variants.NAMES)
-
-
-Sweeps = Annotated[Path, typer.Option("--sweeps", metavar="FOLDER", help="Sweep files.")]
+def policies_folder() -> Path:
+    """Give the folder in which the dispatcher looks for generated modules."""
+    return Path(policies.__path__[0])

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
@@ -155,66 +154,63 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def relative(path: Path) -> str:
-    """As the user would type it: relative to the working directory where it lies below it."""
-    try:
-        return str(path.resolve().relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
-
-
 @contextmanager
 def progress() -> Iterator[Callable[[Event], None]]:
-    """A listener for a sweep: bar, time left and live best on a terminal; now and then a line
+    """Give a listener for a sweep: bar, time left and live best on a terminal; now and then a line
     elsewhere. On stderr."""
     if not sys.stderr.isatty():
         yield _LineListener()
         return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    columns: tuple[Any, ...] = (
-        TextColumn("cells"),
-        BarColumn(bar_width=30),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(compact=True),
-        TextColumn("{task.description}", markup=False),
-    )
-    bar = Progress(*columns, console=Console(stderr=True), transient=True)
-    task = bar.add_task("", total=None)
-    skipped = 0
-
-    def listen(event: Event) -> None:
-        nonlocal skipped
-        if event.kind == "note":
-            bar.console.print(event.text, markup=False, highlight=False)
-            return
-        if event.kind == "plan":
-            skipped = event.done
-            bar.reset(task, total=event.total - skipped, completed=0)
-        bar.update(
-            task,
-            total=event.total - skipped,
-            completed=event.done - skipped,
-            description=_cell_text(event),
-        )
-
-    def listen_while_it_shows(event: Event) -> None:
-        with suppress(OSError):  # a terminal that is gone must not end the work
-            listen(event)
-
-    bar.start()
+    listener = _BarListener()
+    listener.bar.start()
     try:
-        yield listen_while_it_shows
+        yield listener
     finally:
         with suppress(OSError):
-            bar.stop()
+            listener.bar.stop()
+
+
+class _BarListener:
+    """Progress on a terminal; one that is gone must not end the work."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+
+        columns: tuple[Any, ...] = (
+            TextColumn("cells"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(compact=True),
+            TextColumn("{task.description}", markup=False),
+        )
+        self.bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._task = self.bar.add_task("", total=None)
+        self._skipped = 0
+
+    def __call__(self, event: Event) -> None:
+        with suppress(OSError):
+            self._show(event)
+
+    def _show(self, event: Event) -> None:
+        if event.kind == "note":
+            self.bar.console.print(event.text, markup=False, highlight=False)
+            return
+        if event.kind == "plan":
+            self._skipped = event.done
+            self.bar.reset(self._task, total=event.total - self._skipped, completed=0)
+        self.bar.update(
+            self._task,
+            total=event.total - self._skipped,
+            completed=event.done - self._skipped,
+            description=_cell_text(event),
+        )
 
 
 class _LineListener:

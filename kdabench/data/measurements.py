@@ -416,13 +416,13 @@ def dump(measurements: Iterable[Measurement], path: Path) -> None:
     write_atomic(path, dumps(measurements))
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Replaces a file's text whole or leaves it as it was. Raises OSError."""
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Replace a file whole or leave it as it was; text becomes UTF-8. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
+        with open(temporary, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from kdabench.data import provenance
+from kdabench.data.errors import KdaBenchError
 from kdabench.data.measurements import (
     STATUSES,
     Candidate,
@@ -68,7 +69,7 @@ _LATER = (
 """Tables that journals of this layout may lack: what they hold is not needed to read one."""
 
 
-class JournalError(Exception):
+class JournalError(KdaBenchError):
     """A journal that can't be used or written. One line: file and reason."""
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from types import ModuleType
 from typing import Any
 
+from kda_kernels import variants
 from kdabench.data.measurements import OptionValue
 
 Options = Mapping[str, OptionValue]
@@ -156,3 +157,9 @@ def policy_of(module: ModuleType, origin: Origin) -> Policy:
         if hasattr(module, f.name.upper())
     }
     return Policy(origin, **values)
+
+
+def default_schedule() -> dict[str, Any]:
+    """Give the default options, in full, of the variant that a policy has schedules of."""
+    name = variants.of_rule("schedule")
+    return {} if name is None else dict(variants.declared(name).defaults)

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
 from kda_kernels import variants
-from kdabench.data import devices, measurements
+from kdabench.data import devices, measurements, results
 from kdabench.data.measurements import OptionValue
 from kdabench.data.measurements import (
     write_atomic as write_atomic,
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from kdabench.policy.regret import Certificate, Evidence, Grid, Regret
 
 Format = Literal["module", "json", "constants"]
-
-HELD_OUT = "holdout.jsonl"
-"""In a device's folder: cells that no fit has seen, for the certificate."""
 
 _WIDTH = 100
 _BY_KIND = "dict[str, int | None]"
@@ -117,7 +114,7 @@ def regenerate(
     policy.py      if made from other records, and else previous.py: the module before, whose
                    constants stay unless new ones win, or `fresh`
     weights.json   request counts and weights
-    held.json      see `held`
+    held.json      variants that no policy of this device may pick, and why
 
     Raises RecordError or FitError (both ValueError).
     """
@@ -127,8 +124,9 @@ def regenerate(
         step_grid,
     )  # which itself evaluates emitted modules
 
-    path, beside = folder / "dispatch.jsonl", folder / HELD_OUT
-    loaded, weights, kept_back = measurements.load([path]), _weights(folder), held(folder)
+    path, beside = (folder / f"{stem}.jsonl" for stem in (results.DISPATCH, results.HELD_OUT))
+    loaded, weights = measurements.load([path]), results.weights(folder)
+    kept_back = results.held(folder)
     previous = None if fresh else _previous(folder, digest_of(loaded))
     policy, evidence = fit(
         loaded,
@@ -166,36 +164,6 @@ def _previous(folder: Path, digest: str) -> str | None:
             ) from None
         return text
     return None
-
-
-def _weights(folder: Path) -> dict[int, float] | None:
-    path = folder / "weights.json"
-    if not path.exists():
-        return None
-    found = measurements.parse_json(path.read_text(encoding="utf-8"), str(path))
-    if not isinstance(found, dict) or not all(
-        key.isdecimal() and type(value) in (int, float) for key, value in found.items()
-    ):
-        raise measurements.MeasurementError(
-            f"{path}: an object of request counts and weights is expected"
-        )
-    return {int(key): float(value) for key, value in found.items()}
-
-
-def held(folder: Path) -> dict[str, str]:
-    """Variants that no policy of this device may pick, and why: its held.json, or {}. Raises
-    RecordError."""
-    path = folder / "held.json"
-    if not path.exists():
-        return {}
-    found = measurements.parse_json(path.read_text(encoding="utf-8"), str(path))
-    if not isinstance(found, dict) or not all(
-        isinstance(why, str) and why for why in found.values()
-    ):
-        raise measurements.MeasurementError(
-            f"{path}: an object of variants and reasons is expected"
-        )
-    return found
 
 
 def module_paths(folder: Path, policies_dir: Path) -> tuple[Path, Path]:

@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 
+from kda_kernels import variants
+from kda_kernels.device.gpu import Gpu
 from kdabench.data.measurements import CELL_FIELDS, Candidate, Cell, canonical
+from kdabench.data.sweep import Sweep
 
 Value = int | str | bool | None
 Params = Mapping[str, Value]
@@ -155,3 +159,93 @@ def apart(a: Cell, b: Cell) -> float | None:
         + 2.0 * (a.kind != b.kind)
         + 1.0 * (a.pending != b.pending)
     )
+
+
+Points = tuple[list[Point], Point | None]
+"""What there is to choose from, and the point of the defaults, or None if it can't run."""
+
+
+def point(candidate: Candidate) -> Point:
+    """Complete a candidate's options by its variant's defaults.
+
+    Raises ValueError if the variant has no such option.
+    """
+    options = variants.make_options(candidate.variant, candidate.options)
+    return Point(candidate, variants.options_dict(options))
+
+
+def default_point(variant: str) -> Point:
+    """Give the point of nothing but defaults."""
+    return point(Candidate.of(variant, {}))
+
+
+def spaces(
+    plan: Sweep, names: Sequence[str], points: Callable[[Cell, str], Points]
+) -> list[tuple[Cell, Space]]:
+    """Pair every cell with each variant's space there, if it has two points or more.
+
+    points  what there is of a variant in a cell, as `supported_points` or `recorded_points` say
+    """
+    found = ((cell, Space.of(name, *points(cell, name))) for name in names for cell in plan.cells)
+    return [(cell, space) for cell, space in found if len(space.points) > 1]
+
+
+def supported_points(plan: Sweep, cell: Cell, name: str, full: bool, gpu: Gpu) -> Points:
+    """Find what of a variant can run in a cell on a GPU.
+
+    full  all that its options can say; else the sweep's candidates
+
+    Raises ValueError as `every` does.
+    """
+    module = variants.load(name)
+
+    def runs(point: Point) -> bool:
+        options = variants.make_options(name, dict(point.options))
+        return module.unsupported(cell.problem, options, gpu) is None
+
+    candidates = every(name, cell) if full else [c for c in plan.candidates if c.variant == name]
+    default = default_point(name)
+    return [p for p in map(point, candidates) if runs(p)], default if runs(default) else None
+
+
+def every(name: str, cell: Cell) -> Iterator[Candidate]:
+    """Give all that a variant's options can say, each as what differs from the defaults.
+
+    Left out is what is not for a tuner to choose: options that are given, and `pdl` where no kernel
+    comes before.
+
+    Raises ValueError if the variant lists no values of an option that counts something.
+    """
+    declared = variants.declared(name)
+    axes: dict[str, Sequence[Any]] = {}
+    for option in declared.options:
+        if option in declared.given or (option == "pdl" and cell.context == "isolated"):
+            continue
+        try:
+            axes[option] = declared.values_to_try(option)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    for values in product(*axes.values()):
+        chosen = dict(zip(axes, values, strict=True))
+        yield Candidate.of(name, {o: v for o, v in chosen.items() if v != declared.defaults[o]})
+
+
+def recorded_points(recorded: Iterable[Candidate], plan: Sweep, name: str, full: bool) -> Points:
+    """Find what of a variant was recorded in a cell.
+
+    recorded  the candidates that were; one with an option that is no more is left out
+    full      all of them; else those that are the sweep's, too
+    """
+    points = []
+    for candidate in recorded:
+        if candidate.variant == name:
+            try:
+                points.append(point(candidate))
+            except ValueError:
+                continue
+    default = default_point(name)
+    there = next((p for p in points if p.options == default.options), None)
+    if full:
+        return points, there
+    wanted = {canonical(dict(point(c).options)) for c in plan.candidates if c.variant == name}
+    return [p for p in points if canonical(dict(p.options)) in wanted], there

@@ -14,7 +14,7 @@ import pytest
 from kda_kernels import identity, variants
 from kda_kernels.device.gpu import Gpu
 from kdabench.checks import binaries, verify
-from kdabench.data import measurements
+from kdabench.data import measurements, results
 from kdabench.policy import emit
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ def test_every_variant_was_verified_as_it_stands(path: Path, name: str) -> None:
     assert stale == [], (
         f"{len(stale)} binaries or launches are not as verified: kdabench verify --variant {name}"
     )
-    assert found["failed"] == [] or name in emit.held(path.parent)
+    assert found["failed"] == [] or name in results.held(path.parent)
 
 
 def _manifest(arch: str) -> binaries.Manifest:
@@ -87,7 +87,7 @@ def test_a_change_is_told_by_what_it_touches(path: Path) -> None:
 
 
 def test_the_policy_picks_no_variant_that_is_held_back(path: Path) -> None:
-    held = emit.held(path.parent)
+    held = results.held(path.parent)
     policy: Any = emit.load((path.parent / "policy.py").read_text())
     for heads in (3, 6, 12, 24, 48, 96):
         for requests in (1, 2, 7, 16, 64, 256, 512):

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from kdabench import cli
-from kdabench.cli import arguments
+from kdabench import cli, sources
 from kdabench.data import measurements
 from support import synthetic
 
@@ -41,7 +40,7 @@ split = [1, 2, 4, 8]
 pdl = [false, true]
 """
 SLUG = "synthetic-one"
-COMMANDS = cli._ORDER
+COMMANDS = tuple(cli.COMMANDS)
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +49,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recorded")
     (folder / "sweeps").mkdir()
     (folder / "sweeps" / "dispatch.toml").write_text(SWEEP)
-    plan = arguments.load_sweep(folder / "sweeps" / "dispatch.toml", 100)
+    plan = sources.load_sweep(folder / "sweeps" / "dispatch.toml", 100)
     made = synthetic.measurements(plan.cells, plan.candidates, processes=2)
     measurements.dump(made, folder / "results" / SLUG / "dispatch.jsonl")
     (folder / "results" / SLUG / "env.json").write_text(json.dumps(synthetic.ENVS))
@@ -313,7 +312,7 @@ def test_run_without_a_policy_still_reports(kdabench: Any, work: Path) -> None:
 
 
 def test_fit_emit_check_choose(kdabench: Any, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kdabench.cli.policies.policies_folder", lambda: work / "policies")
+    monkeypatch.setattr("kdabench.cli.arguments.policies_folder", lambda: work / "policies")
     status, out, _ = kdabench("fit", SLUG)
     assert status == 0
     assert "stock never takes decode" in out
@@ -370,7 +369,7 @@ def test_plot_list_show_of_a_device(kdabench: Any, work: Path) -> None:
 def test_a_measured_journal_is_exported_and_merged(kdabench: Any, work: Path) -> None:
     from kdabench.measure.journal import Journal
 
-    plan = arguments.load_sweep(work / "sweeps" / "dispatch.toml", 100)
+    plan = sources.load_sweep(work / "sweeps" / "dispatch.toml", 100)
     made = [
         r for r in measurements.load([work / "results" / SLUG / "dispatch.jsonl"]) if r.process == 0
     ][:18]

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from kda_kernels import variants
 from kda_kernels.device.gpu import Gpu
-from kdabench.cli.arguments import known_options
 from kdabench.data import sweep
 from kdabench.data.measurements import Candidate
 from kdabench.data.sweep import SweepError, wave_requests
+from kdabench.sources import known_options
 
 SWEEPS = Path(__file__).parents[2] / "sweeps"
 KNOWN: dict[str, dict[str, type]] = {

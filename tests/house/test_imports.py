@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +15,10 @@ import pytest
 
 from kda_kernels import variants
 from kda_kernels.device import sources
+from kdabench.cli import COMMANDS
 
 ROOT = Path(__file__).parents[2]
+LONGEST = 40
 HEAVY = (
     "torch",
     "triton",
@@ -30,7 +34,13 @@ HEAVY = (
     "optuna",
     "sqlalchemy",
 )
-LIGHT = ("kda_kernels.problem", "kda_kernels.variants", "kda_kernels.case", "kda_kernels.cases")
+LIGHT = (
+    "kda_kernels.problem",
+    "kda_kernels.device.gpu",
+    "kda_kernels.variants",
+    "kda_kernels.case",
+    "kda_kernels.cases",
+)
 """What every module of the suite may see of the kernels: what a step is, what variants say about
 themselves, and the standard cases. To import these and to read any declaration loads nothing
 heavy."""
@@ -65,15 +75,53 @@ def test_start_up_loads_nothing_heavy(module: str) -> None:
 
 def test_a_sweep_is_read_without_anything_heavy() -> None:
     file = str(ROOT / "sweeps" / "dispatch.toml")
-    statement = f"from pathlib import Path; from kdabench.cli import arguments; arguments.load_sweep(Path({file!r}), 132)"
+    statement = f"from pathlib import Path; from kdabench import sources; sources.load_sweep(Path({file!r}), 132)"
     assert loaded(statement) & set(HEAVY) == set()
 
 
-def test_help_loads_nothing_heavy() -> None:
+def help_of(*arguments: str) -> str:
+    """A statement that prints a help text into nothing."""
     statement = "from kdabench.cli import _status\nimport sys, os\n"
-    statement += "out = sys.stdout; sys.stdout = open(os.devnull, 'w')\n_status(['--help']); _status(['sweep', '--help'])\n"
-    statement += "sys.stdout = out"
-    assert loaded(statement) & set(HEAVY) == set()
+    statement += (
+        f"out = sys.stdout; sys.stdout = open(os.devnull, 'w')\n_status({[*arguments]!r})\n"
+    )
+    return statement + "sys.stdout = out"
+
+
+def test_help_loads_nothing_heavy_and_no_command() -> None:
+    assert loaded(help_of("--help")) & set(HEAVY) == set()
+    statement = help_of("--help") + "\nassert not any('.commands.' in name for name in sys.modules)"
+    assert loaded(statement)
+
+
+def test_help_is_fast() -> None:
+    """The fastest of five: others may be at work on this machine."""
+    command = [sys.executable, "-m", "kdabench", "--help"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+    seconds = []
+    for _ in range(5):
+        began = time.perf_counter()
+        subprocess.run(command, check=True, capture_output=True, env=environment)
+        seconds.append(time.perf_counter() - began)
+    assert min(seconds) < 0.3
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_starts_no_compiler_and_draws_nothing(command: str) -> None:
+    slow = {"torch", "triton", "cutlass", "cuda", "matplotlib", "jinja2", "rich", "sqlalchemy"}
+    assert loaded(help_of(command, "--help")) & slow == set()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "kdabench" / "cli").rglob("*.py")), ids=str)
+def test_functions_of_the_command_line_are_short(path: Path) -> None:
+    """Signature, help and all."""
+    functions = [
+        node
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+    ]
+    long = {f.name: f.end_lineno - f.lineno + 1 for f in functions if f.end_lineno}
+    assert {name: lines for name, lines in long.items() if lines > LONGEST} == {}
 
 
 def test_kernels_import_nothing_from_the_suite() -> None:

@@ -197,7 +197,7 @@ def test_changes_name_cells_and_gains() -> None:
 def test_the_held_out_sweep_measures_what_a_policy_may_pick() -> None:
     """The candidates of dispatch.toml, in cells of which it has none."""
     variants = pytest.importorskip("kda_kernels.variants")
-    from kdabench.cli.arguments import known_options
+    from kdabench.sources import known_options
 
     assert variants.NAMES
     dispatch, others = (

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kdabench import cli
+from kdabench import cli, sources
 from kdabench.data import measurements, provenance
 from kdabench.data.measurements import Candidate, Cell, Measurement
 from kdabench.measure.contest import student
@@ -448,8 +448,6 @@ def test_mistakes_are_one_line_and_status_2(kdabench: Any, files: tuple[str, str
 
 
 def test_a_cell_comes_from_the_other_sides_sweep(tmp_path: Path) -> None:
-    from kdabench.cli import sources
-
     files = {
         "dispatch": quiet(5.0) + quiet(5.0, split(1)),
         "quick": quiet(6.0),

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from kdabench import cli
-from kdabench.cli import arguments
+from kdabench import cli, sources
 from kdabench.data import measurements
 from kdabench.data.measurements import Cell, Measurement
 from kdabench.policy import fit
@@ -231,7 +230,7 @@ def kdabench(
 ) -> Any:
     (tmp_path / "sweeps").mkdir()
     (tmp_path / "sweeps" / "dispatch.toml").write_text(SWEEP)
-    asked = arguments.load_sweep(tmp_path / "sweeps" / "dispatch.toml", 100).candidates
+    asked = sources.load_sweep(tmp_path / "sweeps" / "dispatch.toml", 100).candidates
     found = synthetic.measurements(cells(1, 4, 16), asked, processes=1)
     measurements.dump(found, tmp_path / "results" / SLUG / "dispatch.jsonl")
     (tmp_path / "results" / SLUG / "env.json").write_text(json.dumps(synthetic.ENVS))

@@ -19,12 +19,12 @@ from kda_kernels.device.gpu import Gpu
 from kda_kernels.problem import HEAD_DIM, Problem
 from kda_kernels.serving.layer import Caches, LayerWeights
 from kda_kernels.serving.prepared import PreparedKda
-from kdabench.cli import arguments
-from kdabench.cli.commands import tune as tuning
+from kdabench import sources
 from kdabench.data import sweep
 from kdabench.data.measurements import Candidate, Cell, Measurement
 from kdabench.policy import emit, fit
 from kdabench.review import curves, plot
+from kdabench.tune import space
 from support import synthetic
 
 ADDED, COPIED = "KdaAdded", "KdaWide"
@@ -100,10 +100,10 @@ def prepared(policy: object) -> None:
 
 def main(folder: Path) -> None:
     (folder / "added.toml").write_text(SWEEP)
-    plan = arguments.load_sweep(folder / "added.toml", 132)
+    plan = sources.load_sweep(folder / "added.toml", 132)
     assert {c.options["evict"] for c in plan.candidates if c.variant == ADDED} == {False, True}
-    assert len(list(tuning._every(ADDED, plan.cells[0]))) == len(
-        list(tuning._every(COPIED, plan.cells[0]))
+    assert len(list(space.every(ADDED, plan.cells[0]))) == len(
+        list(space.every(COPIED, plan.cells[0]))
     )
     compiled()
     verified()

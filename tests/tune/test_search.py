@@ -17,18 +17,17 @@ from typing import Any
 
 import optuna
 import pytest
-import typer
 from optuna.storages import InMemoryStorage
 from optuna.trial import TrialState
 
 from kda_kernels import variants
-from kdabench import cli
-from kdabench.cli import arguments
+from kdabench import cli, sources
 from kdabench.data import measurements, sweep
 from kdabench.data.measurements import Candidate, Cell, Measurement
 from kdabench.measure.contest import Contest, Plan
 from kdabench.review import search_plot
 from kdabench.tune import search
+from kdabench.tune import space as spaces
 from kdabench.tune.heats import Heat, RecordedBench, WorkerBench
 from kdabench.tune.sampler import KINDS
 from kdabench.tune.space import Point, Space, apart, cell_title
@@ -426,7 +425,7 @@ def kdabench(
 ) -> Any:
     """Run a command where a made-up device was recorded: exit status, stdout and stderr."""
     (tmp_path / "made-up.toml").write_text(SWEEP)
-    plan = arguments.load_sweep(tmp_path / "made-up.toml", 100)
+    plan = sources.load_sweep(tmp_path / "made-up.toml", 100)
     folder = tmp_path / "results" / "synthetic-one"
     measurements.dump(
         synthetic.measurements(plan.cells, plan.candidates, processes=3), folder / "made-up.jsonl"
@@ -451,7 +450,7 @@ def test_tune_on_recorded_samples(kdabench: Any) -> None:
     assert "30 trials simulated on recorded samples, in out/made-up.replay.tune.db" in out
     assert Path("out/made-up.replay.tune.best.svg").stat().st_size > 1000
     assert Path("out/made-up.replay.tune.importance.png").stat().st_size > 1000
-    again = sweep.load(Path("out/made-up.replay.tuned.toml"), arguments.known_options())
+    again = sweep.load(Path("out/made-up.replay.tuned.toml"), sources.known_options())
     assert Candidate.of("KdaSplit", {}) in again.candidates
     assert "replay" in again.question
 
@@ -489,33 +488,28 @@ def test_mistakes(kdabench: Any, arguments: tuple[str, ...], message: str) -> No
 @pytest.mark.parametrize("name", variants.NAMES)
 def test_full_space_holds_what_is_for_a_tuner_to_choose(name: str) -> None:
     from kda_kernels.device.gpu import Gpu
-    from kdabench.cli.commands import tune as tuning
 
     kinds = variants.declared(name).kinds
     kind = "record" if "record" in kinds else kinds[0]
     cell = replace(CELL, kind=kind, tokens=4, pending=None if kind == "record" else "mix")
     plan = sweep.Sweep(Path("x.toml"), "?", (name,), 1, (cell,), ())
-    points, _ = tuning._supported_points(plan, cell, name, True, Gpu("sm_90a", 132))
+    points, _ = spaces.supported_points(plan, cell, name, True, Gpu("sm_90a", 132))
     assert len({p.candidate for p in points}) == len(points) > 2
-    default = tuning._default(name).options
+    default = spaces.default_point(name).options
     given = variants.declared(name).given
     assert all(p.options[option] == default[option] for p in points for option in given)
 
 
 def test_an_option_without_values_to_try_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Once the product over its values was empty, and the variant left out in silence."""
-    from kdabench.cli.commands import tune as tuning
-
     declared = replace(variants.declared("stock"), tried={"num_warps": (1, 2)})
     monkeypatch.setattr(variants, "declared", lambda name: declared)
-    with pytest.raises(typer.Exit):
-        list(tuning._every("stock", CELL))
-    assert (
-        "stock: option value_tile counts something: TRIED must list values"
-        in capsys.readouterr().err
-    )
+    with pytest.raises(
+        ValueError, match="stock: option value_tile counts something: TRIED must list"
+    ):
+        list(spaces.every("stock", CELL))
 
 
 def test_importance_names_the_option_that_matters() -> None:

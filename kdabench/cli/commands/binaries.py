@@ -3,48 +3,46 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from kdabench.cli import console
-from kdabench.cli.arguments import (
-    RESULTS,
-    Json,
-    Results,
-    Variants,
-    chosen_variants,
-)
-
-if TYPE_CHECKING:
-    from kdabench.checks.binaries import Comparison, Manifest
-
+from kda_kernels import variants
+from kda_kernels.build import Row
+from kda_kernels.device import cubin
+from kda_kernels.device.gpu import ARCHS
+from kdabench.checks import binaries
+from kdabench.checks.binaries import Comparison, Manifest, ManifestError
+from kdabench.cli import arguments, console
+from kdabench.cli.arguments import RESULTS, Jobs, Json, Results, Variants
 
 _SHOWN = 20
 """Binaries that are named in each list; --json has all."""
+Rows = Mapping[str, Mapping[str, Row]]
+"""Variant -> name of a binary -> what compiling it came to."""
+
+Check = Annotated[bool, typer.Option("--check", help="Compare with the manifest; write nothing.")]
+Arch = Annotated[str, typer.Option("--arch", metavar="ARCH", help="Target, such as sm_100a.")]
+Sample = Annotated[
+    int | None,
+    typer.Option("--sample", metavar="N", min=1, help="With --check: only some N binaries."),
+]
+ManifestFile = Annotated[
+    Path | None,
+    typer.Option("--manifest", metavar="FILE", help="Manifest (kernels/manifests/ARCH.json)."),
+]
 
 
-def binaries(
-    check: Annotated[
-        bool, typer.Option("--check", help="Compare with the manifest; write nothing.")
-    ] = False,
+def command(
+    check: Check = False,
     variant: Variants = None,
-    arch: Annotated[
-        str, typer.Option("--arch", metavar="ARCH", help="Target, such as sm_100a.")
-    ] = "sm_90a",
-    some: Annotated[
-        int | None,
-        typer.Option("--sample", metavar="N", min=1, help="With --check: only some N binaries."),
-    ] = None,
-    manifest: Annotated[
-        Path | None,
-        typer.Option("--manifest", metavar="FILE", help="Manifest (kernels/manifests/ARCH.json)."),
-    ] = None,
+    arch: Arch = "sm_90a",
+    some: Sample = None,
+    manifest: ManifestFile = None,
     results: Results = RESULTS,
-    jobs: Annotated[
-        int | None, typer.Option(min=1, help="Processes; as many as cores by default.")
-    ] = None,
+    jobs: Jobs = None,
     as_json: Json = False,
 ) -> None:
     """Write or compare the manifest of the kernels' machine code.
@@ -61,34 +59,40 @@ def binaries(
       kdabench binaries --check --sample 60
       kdabench binaries
     """
-    from kda_kernels import variants
-    from kda_kernels.device import cubin
-    from kda_kernels.device.gpu import ARCHS
-    from kdabench.checks import binaries as code
-
-    if arch not in ARCHS:
-        console.fail(f"--arch: {arch!r}: one of {', '.join(ARCHS)}")
+    arguments.one_of("--arch", arch, tuple(ARCHS))
     if some is not None and not check:
         console.fail("--sample: only with --check")
-    path = manifest or code.path_of(arch)
+    path = manifest or binaries.path_of(arch)
     known = _known(path, arch, must=check)
-    if check and known is not None and known.compiler != cubin.toolchain():
-        console.fail(
-            f"{path}: made by compiler {known.compiler}, this is {cubin.toolchain()}: not comparable"
-        )
+    rows = _compiled(arch, arguments.chosen_variants(variant), some, results, jobs)
+    if check and known is not None:
+        _tell(binaries.compare(known, rows), path, as_json)
+    else:
+        _write(arch, rows, known, path, as_json)
+
+
+def _compiled(
+    arch: str, chosen: Sequence[str], some: int | None, results: Path, jobs: int | None
+) -> Rows:
     with console.user_input():
-        recorded = code.recorded(results, arch)
-    names = [name for name in chosen_variants(variant) if variants.declared(name).binaries]
-    wanted = {name: code.named(name, recorded) for name in names}
+        recorded = binaries.recorded(results, arch)
+    names = [name for name in chosen if variants.declared(name).binaries]
+    wanted = {name: binaries.named(name, recorded) for name in names}
     if some is not None:
-        wanted = code.sample(wanted, some)
-    rows = code.compiled(arch, wanted, jobs or os.cpu_count() or 1, console.ticks("binaries"))
-    if check:
-        assert known is not None
-        _tell(code.compare(known, rows), path, as_json)
-        return
-    made, failed = code.made(arch, rows, known)
-    code.write(made, path)
+        wanted = binaries.sample(wanted, some)
+    return binaries.compiled(arch, wanted, jobs or os.cpu_count() or 1, console.ticks("binaries"))
+
+
+def _write(
+    arch: str,
+    rows: Rows,
+    known: Manifest | None,
+    path: Path,
+    as_json: bool,
+) -> None:
+    """Write the manifest. Ends the command if something does not compile."""
+    made, failed = binaries.made(arch, rows, known)
+    binaries.write(made, path)
     count = sum(map(len, made.binaries.values()))
     distinct = {digest for named in made.binaries.values() for digest in named.values()}
     if as_json:
@@ -102,18 +106,23 @@ def binaries(
 
 
 def _known(path: Path, arch: str, must: bool) -> Manifest | None:
-    """The manifest, if there is one. Ends the command if there `must` be one, or if it is of
-    another target."""
-    from kdabench.checks import binaries as code
+    """Read the manifest, if there is one.
 
+    Ends the command if there must be one, if it is of another target, or, where it must be
+    compared, of another compiler.
+    """
     if not path.is_file():
         if must:
             console.fail(f"{path}: no such manifest; write it: kdabench binaries --arch {arch}")
         return None
     with console.user_input():
-        known = code.read(path)
+        known = binaries.read(path)
         if known.arch != arch:
-            raise code.ManifestError(f"{path}: is of {known.arch}, not of {arch}")
+            raise ManifestError(f"{path}: is of {known.arch}, not of {arch}")
+        if must and known.compiler != cubin.toolchain():
+            raise ManifestError(
+                f"{path}: made by compiler {known.compiler}, this is {cubin.toolchain()}: not comparable"
+            )
     return known
 
 

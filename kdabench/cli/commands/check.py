@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import typer
 
-from kdabench.cli import console, policies
-from kdabench.cli.arguments import (
-    RESULTS,
-    Json,
-    Results,
-)
-
-if TYPE_CHECKING:
-    pass
+from kdabench.cli import arguments, console
+from kdabench.cli.arguments import RESULTS, Json, Results
+from kdabench.data import devices
+from kdabench.data.paths import relative
+from kdabench.policy import emit
+from kdabench.policy.constants import default_schedule
 
 
-def check(results: Results = RESULTS, as_json: Json = False) -> None:
+def command(results: Results = RESULTS, as_json: Json = False) -> None:
     """Compare every generated module with what its records give.
 
     Exit status 1 if one is stale; the differences and the command that repairs them are printed.
@@ -27,11 +22,8 @@ def check(results: Results = RESULTS, as_json: Json = False) -> None:
       kdabench check
       kdabench check --json
     """
-    from kdabench.data import devices
-    from kdabench.policy import emit as emitting
-
     with console.user_input():
-        stale = emitting.check(results, policies.policies_folder(), policies.certifying(results))
+        stale = emit.check(results, arguments.policies_folder(), default_schedule())
     if as_json:
         console.emit_json(
             [{"path": str(s.path), "diff": s.diff, "repair": s.repair} for s in stale]
@@ -40,11 +32,11 @@ def check(results: Results = RESULTS, as_json: Json = False) -> None:
         for module in stale:
             console.write(module.diff)
         for module in stale:
-            console.line(f"stale: {console.relative(module.path)}; repair: {module.repair}")
+            console.line(f"stale: {relative(module.path)}; repair: {module.repair}")
         if not stale:
-            recorded = devices.recorded(results)
+            count = len(devices.recorded(results))
             console.line(
-                f"{len(recorded)} recorded device{'s' * (len(recorded) != 1)}: all generated modules current"
+                f"{count} recorded device{'s' * (count != 1)}: all generated modules current"
             )
     if stale:
         raise typer.Exit(console.FINDING)

@@ -5,57 +5,54 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from kdabench.cli import arguments, console, sources
-from kdabench.cli.arguments import (
-    RESULTS,
-    Json,
-    Results,
-)
-
-if TYPE_CHECKING:
-    from kdabench.data.measurements import Cell
-    from kdabench.review.compare import Comparison, Mode, Row, Session, Side
-
+from kdabench import library
+from kdabench.cli import arguments, console
+from kdabench.cli.arguments import RESULTS, Json, Results
+from kdabench.data.measurements import Cell
+from kdabench.review.compare import Comparison, Mode, Row, Session
 
 _SHOWN = 20  # rows of a verdict, unless all are asked for
 
+A = Annotated[
+    str,
+    typer.Argument(
+        metavar="A", help="A recorded device, a file of records (.jsonl), or a journal."
+    ),
+]
+B = Annotated[str, typer.Argument(metavar="B", help="The same, measured after the change.")]
+Best = Annotated[
+    bool, typer.Option("--best", help="Compare the fastest of each side in each cell.")
+]
+Policy = Annotated[
+    bool, typer.Option("--policy", help="Compare what the policy of each side picks.")
+]
+Relative = Annotated[
+    float,
+    typer.Option(
+        "--relative", metavar="PERCENT", min=0, max=99, help="What differs by less is the same."
+    ),
+]
+Absolute = Annotated[
+    float,
+    typer.Option("--absolute", metavar="US", min=0, help="What differs by less is the same, too."),
+]
+All = Annotated[bool, typer.Option("--all", help="Show every row, those that are the same, too.")]
+Markdown = Annotated[bool, typer.Option("--markdown", help="As Markdown, for a pull request.")]
 
-def compare(
-    a: Annotated[
-        str,
-        typer.Argument(
-            metavar="A", help="A recorded device, a file of records (.jsonl), or a journal."
-        ),
-    ],
-    b: Annotated[str, typer.Argument(metavar="B", help="The same, measured after the change.")],
-    best: Annotated[
-        bool, typer.Option("--best", help="Compare the fastest of each side in each cell.")
-    ] = False,
-    policy: Annotated[
-        bool, typer.Option("--policy", help="Compare what the policy of each side picks.")
-    ] = False,
-    relative: Annotated[
-        float,
-        typer.Option(
-            "--relative", metavar="PERCENT", min=0, max=99, help="What differs by less is the same."
-        ),
-    ] = 1.0,
-    absolute: Annotated[
-        float,
-        typer.Option(
-            "--absolute", metavar="US", min=0, help="What differs by less is the same, too."
-        ),
-    ] = 0.05,
-    everything: Annotated[
-        bool, typer.Option("--all", help="Show every row, those that are the same, too.")
-    ] = False,
-    markdown: Annotated[
-        bool, typer.Option("--markdown", help="As Markdown, for a pull request.")
-    ] = False,
+
+def command(
+    a: A,
+    b: B,
+    best: Best = False,
+    policy: Policy = False,
+    relative: Relative = 1.0,
+    absolute: Absolute = 0.05,
+    everything: All = False,
+    markdown: Markdown = False,
     results: Results = RESULTS,
     as_json: Json = False,
 ) -> None:
@@ -72,17 +69,12 @@ def compare(
       kdabench compare nvidia-h200 out/dispatch.db --best
       kdabench compare nvidia-h200 out/dispatch.db --policy --json
     """
-    from kdabench.review import compare as comparing
-
-    if best and policy:
-        console.fail("--best, --policy: one of them")
-    if markdown and as_json:
-        console.fail("--markdown, --json: one of them")
-    sides = sources.open_source(a, results), sources.open_source(b, results)
+    _require_one("--best, --policy", best, policy)
+    _require_one("--markdown, --json", markdown, as_json)
     mode: Mode = "best" if best else "policy" if policy else "same"
+    sides = arguments.open_source(a, results), arguments.open_source(b, results)
     with console.user_input():
-        gates = comparing.Gates(relative / 100, absolute)
-        found = comparing.compare(*_sides(sides, policy), mode, gates)
+        found = library.compare(*sides, mode, relative=relative / 100, absolute_us=absolute)
     if as_json:
         console.emit_json(found.to_json())
     elif markdown:
@@ -93,32 +85,9 @@ def compare(
         raise typer.Exit(console.FINDING)
 
 
-def _sides(given: tuple[sources.Source, sources.Source], policy: bool) -> tuple[Side, Side]:
-    a, b = given
-    modules: list[Any] = [None, None]
-    if policy:
-        own = [source.policy if source.policy.is_file() else None for source in given]
-        first = next((path for path in own if path is not None), None)
-        if first is None:
-            raise ValueError(f"{a.policy}, {b.policy}: no policy there")
-        for name, path in zip("AB", own, strict=True):
-            if path is None:
-                console.note(f"{name} has no policy of its own; its picks are those of {first}")
-        modules = [arguments.load_policy(path or first) for path in own]
-    return _side(a, b, modules[0]), _side(b, a, modules[1])
-
-
-def _side(source: sources.Source, other: sources.Source, module: Any) -> Side:
-    from kdabench.review.compare import Side
-
-    measurements = source.measurements(tuple(other.files))
-    return Side(
-        source.name,
-        measurements,
-        source.envs,
-        source.replay,
-        None if module is None else module.ranked,
-    )
+def _require_one(options: str, *given: bool) -> None:
+    if sum(given) > 1:
+        console.fail(f"{options}: one of them")
 
 
 def _show(found: Comparison, everything: bool) -> None:

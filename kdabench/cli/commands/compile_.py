@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from kdabench.cli import console
-from kdabench.cli.arguments import (
-    Json,
-    Variants,
-    chosen_variants,
-)
+from kda_kernels import build, variants
+from kda_kernels.build import Row
+from kda_kernels.device.gpu import ARCHS
+from kdabench.cli import arguments, console
+from kdabench.cli.arguments import Jobs, Json, Variants
 
-if TYPE_CHECKING:
-    pass
+Archs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--arch", metavar="ARCH", help="Target, such as sm_100a; may be given several times."
+    ),
+]
 
 
-def compile_kernels(
-    variant: Variants = None,
-    arch: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--arch", metavar="ARCH", help="Target, such as sm_100a; may be given several times."
-        ),
-    ] = None,
-    jobs: Annotated[
-        int | None, typer.Option(min=1, help="Processes; as many as cores by default.")
-    ] = None,
-    as_json: Json = False,
+def command(
+    variant: Variants = None, arch: Archs = None, jobs: Jobs = None, as_json: Json = False
 ) -> None:
     """Cross-compile all kernels and report what they take.
 
@@ -42,15 +35,11 @@ def compile_kernels(
       kdabench compile --variant KdaSplit --arch sm_90a --arch sm_100a
       kdabench compile --json
     """
-
-    from kda_kernels import build, variants
-    from kda_kernels.device.gpu import ARCHS
-
     archs = arch or ["sm_90a"]
     for name in archs:
-        if name not in ARCHS:
-            console.fail(f"--arch: {name!r}: one of {', '.join(ARCHS)}")
-    names = [name for name in chosen_variants(variant) if variants.declared(name).binaries]
+        arguments.one_of("--arch", name, tuple(ARCHS))
+    chosen = arguments.chosen_variants(variant)
+    names = [name for name in chosen if variants.declared(name).binaries]
     rows = build.compile_grid(names, archs, jobs or os.cpu_count() or 1, console.ticks("kernels"))
     if as_json:
         console.emit_json([_row_json(row) for row in rows])
@@ -70,17 +59,21 @@ _HEADINGS = (
 )
 
 
-def _row_cells(row: Any) -> tuple[object, ...]:
+def _row_cells(row: Row) -> tuple[object, ...]:
     problem = row.case.problem
-    name = (row.case.variant, " ".join(f"{k}={v}" for k, v in row.case.options),
-            f"{problem.kind} q={problem.tokens} {problem.state_dtype}", row.arch)  # fmt: skip
+    name = (
+        row.case.variant,
+        " ".join(f"{key}={value}" for key, value in row.case.options),
+        f"{problem.kind} q={problem.tokens} {problem.state_dtype}",
+        row.arch,
+    )
     if row.reason is not None:
         return (*name, *["-"] * 6, row.reason.split(":")[0])
-    return (*name, row.registers, row.stack_bytes, row.smem_bytes, row.threads, row.cluster, row.ctas_per_sm,
-            f"{row.compile_s:.1f}")  # fmt: skip
+    sizes = (row.registers, row.stack_bytes, row.smem_bytes, row.threads, row.cluster)
+    return (*name, *sizes, row.ctas_per_sm, f"{row.compile_s:.1f}")
 
 
-def _row_json(row: Any) -> dict[str, Any]:
+def _row_json(row: Row) -> dict[str, Any]:
     problem = row.case.problem
     return {
         "variant": row.case.variant,

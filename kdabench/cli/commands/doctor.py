@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 import typer
 
+from kdabench.checks import doctor
 from kdabench.cli import console
-from kdabench.cli.arguments import (
-    RESULTS,
-    Json,
-    Results,
-)
-
-if TYPE_CHECKING:
-    pass
+from kdabench.cli.arguments import RESULTS, Json, Results
 
 
-def doctor(results: Results = RESULTS, as_json: Json = False) -> None:
+def command(results: Results = RESULTS, as_json: Json = False) -> None:
     """Say what this machine has and lacks, and how to mend it.
 
     Exit status 1 if something needed is missing. A missing GPU is not: sweep and run then replay.
@@ -28,9 +21,7 @@ def doctor(results: Results = RESULTS, as_json: Json = False) -> None:
       kdabench doctor
       kdabench doctor --json
     """
-    from kdabench.checks import doctor as examination
-
-    findings = examination.examine(results)
+    findings = doctor.examine(results)
     if as_json:
         console.emit_json([asdict(finding) for finding in findings])
     else:

@@ -2,44 +2,50 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from pathlib import Path
+from typing import Annotated, get_args
 
 import typer
 
-from kdabench.cli import console, policies
-from kdabench.cli.arguments import (
-    RESULTS,
-    RecordedDevice,
-    Results,
-)
+from kdabench import pipeline
+from kdabench.cli import arguments, console, evidence
+from kdabench.cli.arguments import RESULTS, RecordedDevice, Results
+from kdabench.cli.evidence import cell_name
+from kdabench.data import devices
+from kdabench.data.measurements import write_atomic
+from kdabench.data.paths import relative
+from kdabench.policy import emit
+from kdabench.policy.constants import default_schedule
+from kdabench.policy.emit import Format, Regenerated
+from kdabench.policy.regret import Gain
 
-if TYPE_CHECKING:
-    from kdabench.policy.emit import Regenerated
-    from kdabench.policy.regret import Gain
+Form = Annotated[
+    str | None,
+    typer.Option(
+        "--format", metavar="FORMAT", help="Print as json, constants or module; write nothing."
+    ),
+]
+Diff = Annotated[
+    bool,
+    typer.Option(
+        "--diff",
+        help="Print what would change, cell by cell, then line by line; write nothing.",
+    ),
+]
+Fresh = Annotated[
+    bool,
+    typer.Option(
+        "--fresh",
+        help="Forget the policy before: take new constants even if they gain nothing.",
+    ),
+]
 
 
-def emit(
+def command(
     device: RecordedDevice,
-    form: Annotated[
-        str | None,
-        typer.Option(
-            "--format", metavar="FORMAT", help="Print as json, constants or module; write nothing."
-        ),
-    ] = None,
-    diff: Annotated[
-        bool,
-        typer.Option(
-            "--diff",
-            help="Print what would change, cell by cell, then line by line; write nothing.",
-        ),
-    ] = False,
-    fresh: Annotated[
-        bool,
-        typer.Option(
-            "--fresh",
-            help="Forget the policy before: take new constants even if they gain nothing.",
-        ),
-    ] = False,
+    form: Form = None,
+    diff: Diff = False,
+    fresh: Fresh = False,
     results: Results = RESULTS,
 ) -> None:
     """Write a device's policy module from its records.
@@ -54,58 +60,52 @@ def emit(
       kdabench emit nvidia-h200 --diff
       kdabench emit nvidia-h200 --format constants
     """
-    from kdabench.cli import evidence
-    from kdabench.data import devices
-    from kdabench.policy import emit as emitting
-
-    forms: dict[str, Literal["module", "json", "constants"]] = {
-        "module": "module",
-        "json": "json",
-        "constants": "constants",
-    }
-    if form is not None and form not in forms:
-        console.fail(f"--format: {form!r}: one of {', '.join(forms)}")
+    if form is not None:
+        arguments.one_of("--format", form, get_args(Format))
     with console.user_input():
         folder = devices.results_folder(results, device)
-        found = emitting.regenerate(folder, policies.certifying(results), fresh)
+        found = emit.regenerate(folder, default_schedule(), fresh)
+    paths = emit.module_paths(folder, arguments.policies_folder())
     if form is not None:
-        console.write(emitting.emit(found.policy, found.evidence, forms[form]))
-        return
-    paths = emitting.module_paths(folder, policies.policies_folder())
-    texts = [path.read_text(encoding="utf-8") if path.exists() else "" for path in paths]
-    if diff:
-        if texts[0] and texts[0] != found.module:
-            console.write(_changes(texts[0], found))
-        for path, old in zip(paths, texts, strict=True):
-            console.write(emitting.diff(old, found.module, console.relative(path)))
-        return
-    if found.previous is None:
-        emitting.previous_path(folder).unlink(missing_ok=True)
+        console.write(emit.emit(found.policy, found.evidence, form))  # type: ignore[arg-type]
+    elif diff:
+        _show_changes(found, paths)
     else:
-        emitting.write_atomic(emitting.previous_path(folder), found.previous)
-    for path, old in zip(paths, texts, strict=True):
-        if old == found.module:
-            console.line(f"{console.relative(path)}: as it was")
+        _write(found, paths, folder)
+
+
+def _write(found: Regenerated, paths: tuple[Path, ...], folder: Path) -> None:
+    if found.previous is None:
+        emit.previous_path(folder).unlink(missing_ok=True)
+    else:
+        write_atomic(emit.previous_path(folder), found.previous)
+    for path in paths:
+        if _text(path) == found.module:
+            console.line(f"{relative(path)}: as it was")
         else:
-            emitting.write_atomic(path, found.module)
-            console.line(f"{console.relative(path)}: written")
+            write_atomic(path, found.module)
+            console.line(f"{relative(path)}: written")
     if found.evidence.certificate is not None:
         console.write("\n" + evidence.markdown(found.evidence.certificate))
 
 
-def _changes(old: str, found: Regenerated) -> str:
-    """Cells whose choice changes, and what that gains, for a reviewer."""
-    from kdabench.cli.evidence import cell_name
-    from kdabench.policy import certificate, regret
-    from kdabench.policy import emit as emitting
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
-    try:
-        before, after = (emitting.load(text).ranked for text in (old, found.module))
-    except Exception as error:
-        return f"the module in place can't be loaded: {type(error).__name__}: {error}\n"
-    changed = certificate.changes(found.grid, before, after)
-    old_picks, new_picks = (regret.picks(found.grid, ranked) for ranked in (before, after))
-    whole = certificate.gain(found.grid, old_picks, new_picks, resamples=200, seed=0)
+
+def _show_changes(found: Regenerated, paths: tuple[Path, ...]) -> None:
+    """Print cells whose choice changes and what that gains, then the lines that change."""
+    own = _text(paths[0])
+    if own and own != found.module:
+        try:
+            console.write(_changes(pipeline.changes(own, found)))
+        except ValueError as error:
+            console.line(str(error))
+    for path in paths:
+        console.write(emit.diff(_text(path), found.module, relative(path)))
+
+
+def _changes(found: pipeline.Changes) -> str:
     rows = [
         (
             cell_name(c.cell),
@@ -114,10 +114,10 @@ def _changes(old: str, found: Regenerated) -> str:
             "-" if c.gain is None else _percent(c.gain.geomean),
             _interval(c.gain),
         )
-        for c in changed
+        for c in found.cells
     ]
-    text = f"{len(changed)} of {len(found.grid.cells)} cells change; "
-    text += f"gain over all: {_percent(whole.geomean)} % ({_interval(whole)})\n"
+    text = f"{len(rows)} of {found.of} cells change; "
+    text += f"gain over all: {_percent(found.gain.geomean)} % ({_interval(found.gain)})\n"
     headings = ("cell", "old", "new", "gain %", "90 % interval")
     return text + (console.table(headings, rows, right=(3,)) if rows else "")
 

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from kda_kernels import variants
 from kdabench.cli import console
-from kdabench.cli.arguments import (
-    OUT,
-    RESULTS,
-    Json,
-    Out,
-    Results,
-    Sweeps,
-)
-
-if TYPE_CHECKING:
-    pass
+from kdabench.cli.arguments import OUT, RESULTS, SWEEPS, Json, Out, Results, Sweeps
+from kdabench.data import devices
 
 
-def list_all(
-    sweeps: Sweeps = Path("sweeps"),
+def command(
+    sweeps: Sweeps = SWEEPS,
     results: Results = RESULTS,
     out: Out = OUT,
     as_json: Json = False,
@@ -32,25 +25,7 @@ def list_all(
       kdabench list
       kdabench list --json
     """
-    from kda_kernels import variants
-    from kdabench.data import devices
-
-    listed: dict[str, list[dict[str, Any]]] = {
-        "sweeps": [
-            {"file": str(path), "question": _question(path)}
-            for path in sorted(sweeps.glob("*.toml"))
-        ],
-        "devices": [
-            {
-                "device": slug,
-                "records": [path.name for path in sorted((results / slug).glob("*.jsonl"))],
-                "policy": (results / slug / "policy.py").is_file(),
-            }
-            for slug in devices.recorded(results)
-        ],
-        "journals": [{"file": str(path)} for path in sorted(out.glob("*.db"))],
-        "variants": [{"variant": name} for name in variants.NAMES],
-    }
+    listed = _listed(sweeps, results, out)
     if as_json:
         console.emit_json(listed)
         return
@@ -62,6 +37,23 @@ def list_all(
             console.line("  none")
 
 
+def _listed(sweeps: Path, results: Path, out: Path) -> dict[str, list[dict[str, Any]]]:
+    files = sorted(sweeps.glob("*.toml"))
+    return {
+        "sweeps": [{"file": str(path), "question": _question(path)} for path in files],
+        "devices": [
+            {
+                "device": slug,
+                "records": [path.name for path in sorted((results / slug).glob("*.jsonl"))],
+                "policy": (results / slug / "policy.py").is_file(),
+            }
+            for slug in devices.recorded(results)
+        ],
+        "journals": [{"file": str(path)} for path in sorted(out.glob("*.db"))],
+        "variants": [{"variant": name} for name in variants.NAMES],
+    }
+
+
 def _plain(value: object) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value))
@@ -71,9 +63,8 @@ def _plain(value: object) -> str:
 
 
 def _question(path: Path) -> str:
-    """Only the question: listing needs no variant's options. A broken file says so in its place."""
-    import tomllib
-
+    """Read only the question: listing needs no variant's options. A broken file says so in its
+    place."""
     try:
         return str(tomllib.loads(path.read_text(encoding="utf-8")).get("question", "no question"))
     except (OSError, ValueError) as error:

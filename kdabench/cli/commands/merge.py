@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from kdabench.cli import console
+from kdabench.data.paths import relative
+from kdabench.measure import journal
 
-if TYPE_CHECKING:
-    pass
 
-
-def merge(
+def command(
     journals: Annotated[
         list[Path], typer.Argument(metavar="JOURNAL...", help="Journals of one sweep.")
     ],
@@ -25,7 +24,5 @@ def merge(
     Examples:
       kdabench merge a/dispatch.db b/dispatch.db --to out/dispatch.db
     """
-    from kdabench.measure import journal
-
     journal.merge(journals, to)
-    console.line(console.relative(to))
+    console.line(relative(to))

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from kdabench.cli import arguments, console, drawing
-from kdabench.cli.arguments import (
-    RESULTS,
-    Json,
-    Results,
-)
-
-if TYPE_CHECKING:
-    pass
+from kdabench import library
+from kdabench.cli import arguments, console
+from kdabench.cli.arguments import RESULTS, Json, Results
+from kdabench.data.paths import relative
 
 
-def plot(
+def command(
     source: Annotated[
         str, typer.Argument(metavar="SOURCE", help="A recorded device, or a journal (.db).")
     ] = "nvidia-h200",
@@ -43,33 +38,13 @@ def plot(
       kdabench plot out/dispatch.db --policy out/dispatch/policy.py
       kdabench plot nvidia-h200 --to /tmp/plots
     """
-    from kdabench.policy import emit
-
-    path = Path(source)
-    if path.suffix == ".db":
-        from kdabench.measure.journal import Journal
-
-        with Journal.read(path) as journal:
-            measurements, envs, replay = journal.measurements(), journal.envs(), journal.replay
-        with console.user_input():
-            name, sms = arguments.device_of(envs, str(path))
-        home = path.with_name(path.name.removesuffix(".db").removesuffix(".replay"))
-        folder, own = to or home / "plots", home / "policy.py"
-    else:
-        home, files = arguments.load_measurements(results, source)
-        measurements = drawing.fullest(files)
-        with console.user_input():
-            name, sms = arguments.describe(home)
-        folder, replay, own = to or home / "plots", False, home / "policy.py"
-    if not measurements:
-        console.fail(f"{source}: no records to draw")
-    module = arguments.load_policy(policy or own) if policy or own.is_file() else None
-    held = () if path.suffix == ".db" else tuple(emit.held(home))
-    written = drawing.write_plots(
-        measurements, folder, name=name, sms=sms, policy=module, replay=replay, held=held
-    )
+    found = arguments.open_source(source, results)
+    folder = to or found.home / "plots"
+    arguments.require_writable(folder)
+    with console.user_input():
+        written = library.plot(found, folder, policy=policy)
     if as_json:
         console.emit_json([str(path) for path in written])
         return
     for path in written:
-        console.line(console.relative(path))
+        console.line(relative(path))

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
-from itertools import product
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from statistics import fmean
+from typing import Annotated, Any
 
 import typer
+from optuna.trial import TrialState
 
-from kdabench.cli import arguments, console
+from kdabench.cli import arguments, console, sweeping
 from kdabench.cli.arguments import (
     OUT,
     RESULTS,
@@ -25,74 +26,93 @@ from kdabench.cli.arguments import (
     SweepFile,
     Variants,
 )
-
-if TYPE_CHECKING:
-    from kdabench.data.measurements import Candidate, Cell
-    from kdabench.data.sweep import Sweep
-    from kdabench.tune.compare import Found
-    from kdabench.tune.heats import RecordedBench
-    from kdabench.tune.search import Event, Outcome, Summary, Task
-    from kdabench.tune.space import Point
-
-
-_SAMPLERS = ("transfer", "tpe", "gp", "random", "exhaustive")
-
+from kdabench.data.measurements import write_atomic
+from kdabench.data.paths import relative
+from kdabench.data.sweep import Sweep
+from kdabench.measure.session import recorded
+from kdabench.measure.target import Target
+from kdabench.review import search_plot
+from kdabench.tune import emitted_sweep, search, tasks
+from kdabench.tune.compare import WAYS, Found, compare
+from kdabench.tune.heats import RecordedBench, WorkerBench
+from kdabench.tune.sampler import KINDS
+from kdabench.tune.search import Event, Options, Outcome, Summary, Task
 
 _SPACES = ("sweep", "full")
-
-
 _LINE_S = 5.0
 
+Trials = Annotated[int, typer.Option(min=1, help="Trials of a study, a variant in a cell.")]
+Budget = Annotated[
+    float | None,
+    typer.Option(metavar="SECONDS", min=1, help="Begin no trial after this many seconds."),
+]
+Space = Annotated[
+    str,
+    typer.Option(metavar="SPACE", help="sweep: its candidates; full: all that the variant can be."),
+]
+Sampler = Annotated[str, typer.Option(metavar="NAME", help=f"{', '.join(KINDS)}.")]
+Neighbours = Annotated[
+    bool,
+    typer.Option(
+        "--neighbours", help="Try what wins in the nearest cells before the sampler is asked."
+    ),
+]
+Seed = Annotated[int, typer.Option(help="Of all that is random.")]
+Compare = Annotated[
+    bool,
+    typer.Option("--compare", help="On recorded samples: compare the samplers. Keeps no study."),
+]
+Seeds = Annotated[int, typer.Option(min=1, help="Of each sampler, with --compare.")]
+Part = Annotated[
+    float,
+    typer.Option(min=0.01, max=1, help="Of the exhaustive search's trials, with --compare."),
+]
 
-def tune(
+
+@dataclass(frozen=True)
+class _Job:
+    """What is searched, and where. names: of the variants; title: of figures"""
+
+    plan: Sweep
+    names: Sequence[str]
+    full: bool
+    target: Target
+    out: Path
+    as_json: bool
+
+    @property
+    def title(self) -> str:
+        where = ", replay of recorded measurements" if self.target.replay else ""
+        return f"{self.plan.stem} on {self.target.name}{where}"
+
+    def path(self, suffix: str) -> Path:
+        """OUT/<sweep>.<suffix>; a recorded run's says so."""
+        return self.out / f"{self.plan.stem}{'.replay' if self.target.replay else ''}.{suffix}"
+
+
+def command(
     file: SweepFile,
     device: DeviceChoice = "auto",
-    trials: Annotated[
-        int, typer.Option(min=1, help="Trials of a study, a variant in a cell.")
-    ] = 50,
-    budget: Annotated[
-        float | None,
-        typer.Option(metavar="SECONDS", min=1, help="Begin no trial after this many seconds."),
-    ] = None,
+    trials: Trials = 50,
+    budget: Budget = None,
     variant: Variants = None,
-    space: Annotated[
-        str,
-        typer.Option(
-            metavar="SPACE", help="sweep: its candidates; full: all that the variant can be."
-        ),
-    ] = "sweep",
-    sampler: Annotated[
-        str, typer.Option(metavar="NAME", help=f"{', '.join(_SAMPLERS)}.")
-    ] = "transfer",
-    neighbours: Annotated[
-        bool,
-        typer.Option(
-            "--neighbours", help="Try what wins in the nearest cells before the sampler is asked."
-        ),
-    ] = False,
-    seed: Annotated[int, typer.Option(help="Of all that is random.")] = 0,
-    compare: Annotated[
-        bool,
-        typer.Option(
-            "--compare", help="On recorded samples: compare the samplers. Keeps no study."
-        ),
-    ] = False,
-    seeds: Annotated[int, typer.Option(min=1, help="Of each sampler, with --compare.")] = 5,
-    share: Annotated[
-        float,
-        typer.Option(min=0.01, max=1, help="Of the exhaustive search's trials, with --compare."),
-    ] = 0.25,
+    space: Space = "sweep",
+    sampler: Sampler = "transfer",
+    neighbours: Neighbours = False,
+    seed: Seed = 0,
+    compare: Compare = False,
+    seeds: Seeds = 5,
+    share: Part = 0.25,
     out: Out = OUT,
     results: Results = RESULTS,
     as_json: Json = False,
 ) -> None:
     """Search each variant's fastest options by Optuna, cell by cell.
 
-    Every finished trial is kept in OUT/<sweep>.tune.db: the same command goes on where it stopped, and
-    `optuna-dashboard sqlite:///OUT/<sweep>.tune.db` shows it. What is found is measured again, interleaved with the
-    default; what is faster goes to OUT/<sweep>.tuned.toml, a sweep of its own. Without a GPU the search runs on the
-    recorded measurements, where a candidate that was not recorded doesn't exist. Exit status 1 if in some cell every
-    candidate failed.
+    Every trial is kept in OUT/<sweep>.tune.db: the same command goes on where it stopped, and `optuna-dashboard
+    sqlite:///OUT/<sweep>.tune.db` shows it. What is found is measured again beside the default; what is faster goes to
+    OUT/<sweep>.tuned.toml, a sweep. Without a GPU the search runs on the recorded measurements, where a candidate
+    that was not recorded doesn't exist. Exit status 1 if in some cell every candidate failed.
 
     \b
     Examples:
@@ -101,196 +121,75 @@ def tune(
       kdabench tune sweeps/quick.toml --device replay:nvidia-h200 --trials 50
       kdabench tune sweeps/quick.toml --device replay:nvidia-h200 --space full --compare
     """
-    from kdabench.measure.session import recorded
-    from kdabench.tune import search as tuning
-    from kdabench.tune.heats import RecordedBench
+    options = _options(trials, sampler, seed, neighbours)
+    job = _job(file, device, variant, space, out, results, as_json)
+    _require_records(job, compare)
+    sweeping.announce(job.target, device, results, as_json)
+    arguments.require_writable(out)
+    if compare:
+        _compare(job, results, seeds, share)
+    else:
+        _report(job, _search(job, results, options, budget))
 
+
+def _options(trials: int, sampler: str, seed: int, neighbours: bool) -> Options:
+    arguments.one_of("--sampler", sampler, KINDS)
+    return Options(trials, sampler, seed, warm=neighbours)  # type: ignore[arg-type]
+
+
+def _job(
+    file: Path,
+    device: str,
+    variant: list[str] | None,
+    space: str,
+    out: Path,
+    results: Path,
+    as_json: bool,
+) -> _Job:
     arguments.require_sweep_file(file)
-    _one_of("--space", space, _SPACES)
-    _one_of("--sampler", sampler, _SAMPLERS)
-    target = arguments.find_device(device, results)
+    arguments.one_of("--space", space, _SPACES)
+    target = arguments.find_target(device, results)
     plan = arguments.load_sweep(file, target.sms)
-    names = _variants(variant, plan)
-    if compare and not target.replay:
+    names = arguments.chosen_variants(variant, plan.variants)
+    return _Job(plan, names, space == "full", target, out, as_json)
+
+
+def _require_records(job: _Job, compare: bool) -> None:
+    if compare and not job.target.replay:
         console.fail(
             "--compare: the best of each cell must be known: --device replay:<recorded device>"
         )
-    first = arguments.headline(target, device, results)
-    if as_json:
-        console.note(first)
-    else:
-        console.line(first)
-    arguments.require_writable(out)
-    options = tuning.Options(trials, sampler, seed, warm=neighbours)  # type: ignore[arg-type]
-    title = f"{plan.stem} on {target.name}" + (
-        ", replay of recorded measurements" if target.replay else ""
-    )
-    if target.replay:
-        with console.user_input():
-            bench = RecordedBench(recorded(results / target.slug, plan))
-        tasks = _tasks(
-            plan,
-            names,
-            lambda cell, name: _recorded_points(bench, plan, cell, name, space == "full"),
-        )
-        _require(tasks, file, names)
-        if compare:
-            _compare(tasks, bench, seeds, share, out, plan.stem, title, as_json)
-            return
-        path = out / f"{plan.stem}.replay.tune.db"
-        with tuning.open_storage(path) as storage, _progress() as listener:
-            summary = tuning.run(
-                tasks, bench, storage, options, budget_s=budget, listener=listener, where=str(path)
-            )
-    else:
-        summary = _measure(plan, names, space == "full", target, options, budget, out, file)
-    _report(summary, plan, out, target, title, as_json)
 
 
-def _one_of(option: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        console.fail(f"{option}: {value!r}: one of {', '.join(allowed)}")
-
-
-def _variants(chosen: list[str] | None, plan: Sweep) -> list[str]:
-    for name in chosen or ():
-        _one_of("--variant", name, plan.variants)
-    return list(dict.fromkeys(chosen or plan.variants))
-
-
-def _require(tasks: Sequence[Task], file: Path, names: Sequence[str]) -> None:
-    if not tasks:
-        console.fail(
-            f"{file}: nothing to choose from: no cell has two candidates of {', '.join(names)} that can run"
+def _search(job: _Job, results: Path, options: Options, budget: float | None) -> Summary:
+    path = job.path("tune.db")
+    with console.user_input():
+        bench, studies = _studies(job, results)
+    opened = bench if isinstance(bench, WorkerBench) else nullcontext(bench)
+    with search.open_storage(path) as storage, _progress() as listener, opened:
+        return search.run(
+            studies, bench, storage, options, budget_s=budget, listener=listener, where=str(path)
         )
 
 
-def _measure(
-    plan: Sweep, names: Sequence[str], full: bool, target: arguments.Device, options: Any, budget: float | None, out: Path,
-    file: Path,
-) -> Summary:  # fmt: skip
-    import torch
-
-    from kda_kernels.device.gpu import current_gpu
-    from kdabench.tune import search as tuning
-    from kdabench.tune.heats import WorkerBench
-
-    index = int(target.choice.removeprefix("cuda:"))
-    with torch.cuda.device(index):
-        gpu = current_gpu()
-    tasks = _tasks(plan, names, lambda cell, name: _supported_points(plan, cell, name, full, gpu))
-    _require(tasks, file, names)
-    path = out / f"{plan.stem}.tune.db"
-    with (
-        tuning.open_storage(path) as storage,
-        _progress() as listener,
-        WorkerBench(index, note=console.note) as bench,
-    ):
-        return tuning.run(
-            tasks, bench, storage, options, budget_s=budget, listener=listener, where=str(path)
-        )
+def _studies(job: _Job, results: Path) -> tuple[RecordedBench | WorkerBench, list[Task]]:
+    return _on_records(job, results) if job.target.replay else _on_gpu(job)
 
 
-def _tasks(
-    plan: Sweep,
-    names: Sequence[str],
-    points: Callable[[Cell, str], tuple[list[Point], Point | None]],
-) -> list[Task]:
-    """Of every variant and cell with at least two points."""
-    from kdabench.tune.search import Task
-    from kdabench.tune.space import Space
-
-    spaces = ((cell, Space.of(name, *points(cell, name))) for name in names for cell in plan.cells)
-    return [Task(cell, space) for cell, space in spaces if len(space.points) > 1]
+def _on_records(job: _Job, results: Path) -> tuple[RecordedBench, list[Task]]:
+    bench = RecordedBench(recorded(results / job.target.slug, job.plan))
+    return bench, tasks.on_records(job.plan, job.names, job.full, bench)
 
 
-def _point(candidate: Candidate) -> Point:
-    from kda_kernels import variants
-    from kdabench.tune.space import Point
-
-    return Point(
-        candidate,
-        variants.options_dict(variants.make_options(candidate.variant, candidate.options)),
-    )
-
-
-def _default(name: str) -> Point:
-    from kdabench.data.measurements import Candidate
-
-    return _point(Candidate.of(name, {}))
-
-
-def _supported_points(
-    plan: Sweep, cell: Cell, name: str, full: bool, gpu: Any
-) -> tuple[list[Point], Point | None]:
-    from kda_kernels import variants
-
-    module = variants.load(name)
-
-    def runs(point: Point) -> bool:
-        return (
-            module.unsupported(cell.problem, variants.make_options(name, dict(point.options)), gpu)
-            is None
-        )
-
-    candidates = _every(name, cell) if full else [c for c in plan.candidates if c.variant == name]
-    points = [point for point in map(_point, candidates) if runs(point)]
-    default = _default(name)
-    return points, default if runs(default) else None
-
-
-def _every(name: str, cell: Cell) -> Iterator[Candidate]:
-    """All that the options can say but what is not for a tuner to choose, as what differs from the
-    default.
-
-    Ends the command if a variant lists no values of an option that counts something.
-    """
-    from kda_kernels import variants
-    from kdabench.data.measurements import Candidate
-
-    declared = variants.declared(name)
-    axes: dict[str, Sequence[Any]] = {}
-    for option in declared.options:
-        if option in declared.given or (option == "pdl" and cell.context == "isolated"):
-            continue
-        try:
-            axes[option] = declared.values_to_try(option)
-        except ValueError as error:
-            console.fail(f"--space full: {name}: {error}")
-    for values in product(*axes.values()):
-        chosen = dict(zip(axes, values, strict=True))
-        yield Candidate.of(
-            name, {o: value for o, value in chosen.items() if value != declared.defaults[o]}
-        )
-
-
-def _recorded_points(
-    bench: RecordedBench, plan: Sweep, cell: Cell, name: str, full: bool
-) -> tuple[list[Point], Point | None]:
-    """What was recorded, of the sweep's candidates or of all. One with an option that is no more is
-    left out."""
-    from kdabench.data.measurements import canonical
-
-    points = []
-    for candidate in bench.recorded(cell):
-        if candidate.variant == name:
-            try:
-                points.append(_point(candidate))
-            except ValueError:
-                continue
-    default = _default(name)
-    if not full:
-        wanted = {canonical(dict(_point(c).options)) for c in plan.candidates if c.variant == name}
-        chosen = [point for point in points if canonical(dict(point.options)) in wanted]
-    else:
-        chosen = points
-    return chosen, next((point for point in points if point.options == default.options), None)
+def _on_gpu(job: _Job) -> tuple[WorkerBench, list[Task]]:
+    index = int(job.target.choice.removeprefix("cuda:"))
+    studies = tasks.on_gpu(job.plan, job.names, job.full, index)
+    return WorkerBench(index, note=console.note), studies
 
 
 @contextmanager
 def _progress() -> Iterator[Callable[[Event], None]]:
     """A line now and then on stderr, on a terminal in place, with the best of the study in work."""
-    import time
 
     last = time.monotonic()
     in_place = sys.stderr.isatty()
@@ -324,65 +223,56 @@ def _name(task: Task | None) -> str:
     return "" if task is None else task.name.rpartition(" ")[0]
 
 
-def _report(
-    summary: Summary, plan: Sweep, out: Path, target: arguments.Device, title: str, as_json: bool
-) -> None:
+def _report(job: _Job, summary: Summary) -> None:
     done = sum(len(o.finished) for o in summary.outcomes)
     if summary.interrupted:
         console.error_line(f"interrupted: {done} trials are kept; the same command goes on")
         raise typer.Exit(console.INTERRUPTED)
-    from kdabench.review import search_plot
-
-    written = search_plot.write(
-        summary.outcomes, out, f"{plan.stem}{'.replay' if target.replay else ''}.tune", title
-    )
-    faster = [
-        o for o in summary.outcomes if o.verdict is not None and o.verdict.verdict == "faster"
-    ]
-    if faster:
-        written.append(out / f"{plan.stem}{'.replay' if target.replay else ''}.tuned.toml")
-        written[-1].write_text(_sweep_text(faster, title), encoding="utf-8")
-    if as_json:
-        console.emit_json(
-            {
-                "device": target.choice,
-                "replay": target.replay,
-                "storage": summary.storage,
-                "studies": [_study_json(o) for o in summary.outcomes],
-                "written": [str(path) for path in written],
-            }
-        )
+    written = _write(job, summary)
+    if job.as_json:
+        console.emit_json(_json(job, summary, written))
     else:
-        rows = [_row(o) for o in summary.outcomes]
-        headings = (
-            "study",
-            "trials",
-            "of",
-            "pruned",
-            "failed",
-            "winner",
-            "us",
-            "default us",
-            "gain %",
-            "",
-            "verdict",
+        console.show_table(
+            _HEADINGS, [_row(o) for o in summary.outcomes], right=(1, 2, 3, 4, 6, 7, 8)
         )
-        console.show_table(headings, rows, right=(1, 2, 3, 4, 6, 7, 8))
-        what = "simulated on recorded samples" if target.replay else "measured"
-        console.line(f"{done} trials {what}, in {console.relative(Path(summary.storage))}")
+        what = "simulated on recorded samples" if job.target.replay else "measured"
+        console.line(f"{done} trials {what}, in {relative(Path(summary.storage))}")
         for path in written:
-            console.line(console.relative(path))
+            console.line(relative(path))
     if summary.without_winner:
         first, more = summary.without_winner[0], len(summary.without_winner) - 1
-        console.error_line(
-            f"nothing works in {_name(first)}" + (f" and {more} more" if more else "")
-        )
+        others = f" and {more} more" if more else ""
+        console.error_line(f"nothing works in {_name(first)}{others}")
         raise typer.Exit(console.FINDING)
 
 
-def _row(outcome: Outcome) -> tuple[object, ...]:
-    from optuna.trial import TrialState
+def _write(job: _Job, summary: Summary) -> list[Path]:
+    """Write figures, and a sweep of what was found to be faster."""
+    written = search_plot.write(summary.outcomes, job.out, job.path("tune").name, job.title)
+    faster = emitted_sweep.winners(summary.outcomes)
+    if faster:
+        written.append(job.path("tuned.toml"))
+        write_atomic(written[-1], emitted_sweep.text(faster, job.title))
+    return written
 
+
+def _json(job: _Job, summary: Summary, written: Sequence[Path]) -> dict[str, Any]:
+    return {
+        "device": job.target.choice,
+        "replay": job.target.replay,
+        "storage": summary.storage,
+        "studies": [_study_json(o) for o in summary.outcomes],
+        "written": [str(path) for path in written],
+    }
+
+
+_HEADINGS = (
+    *("study", "trials", "of", "pruned", "failed"),
+    *("winner", "us", "default us", "gain %", "", "verdict"),
+)
+
+
+def _row(outcome: Outcome) -> tuple[object, ...]:
     v = outcome.verdict
     counts = (outcome.count(TrialState.PRUNED), outcome.count(TrialState.FAIL))
     row = (_name(outcome.task), len(outcome.finished), len(outcome.task.space.points), *counts)
@@ -411,8 +301,6 @@ def _percent(log_ratio: float) -> float:
 
 def _study_json(outcome: Outcome) -> dict[str, Any]:
 
-    from optuna.trial import TrialState
-
     v = outcome.verdict
     return {
         "study": outcome.task.name,
@@ -434,86 +322,44 @@ def _study_json(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _sweep_text(outcomes: Sequence[Outcome], title: str) -> str:
-    """A sweep of the winners that beat their default, with the default, in the cells where they
-    do."""
-
-    cells = list(dict.fromkeys(o.task.cell for o in outcomes))
-    winners = {o.verdict.winner: None for o in outcomes if o.verdict is not None}
-    variants = list(dict.fromkeys(c.variant for c in winners))
-    text = f'question = "Do the options that a search found ({title}) beat the default when measured like all others?"\n'
-    text += f"variants = {json.dumps(variants)}\nprocesses = 3\n"
-    for cell in cells:
-        given = {key: value for key, value in asdict(cell).items() if value is not None}
-        text += "\n[[cells]]\n" + "".join(
-            f"{key} = {json.dumps(value)}\n" for key, value in given.items()
-        )
-    for name in variants:
-        won = [c.options for c in winners if c.variant == name]
-        for options in [*([] if {} in won else [{}]), *won]:
-            text += f"\n[[options.{name}]]\n" + "".join(
-                f"{key} = {json.dumps(value)}\n" for key, value in options.items()
-            )
-    return text
+_WAY_KEYS = (
+    *("way", "regret", "regret_worst_seed", "within_1_percent"),
+    *("worst_cell", "trials", "readings"),
+)
+_WAY_HEADINGS = (
+    *("sampler", "regret %", "worst seed %", "within 1 % of cells"),
+    *("worst cell %", "trials %", "readings %"),
+)
 
 
-def _compare(
-    tasks: Sequence[Task], bench: RecordedBench, seeds: int, share: float, out: Path, stem: str, title: str,
-    as_json: bool,
-) -> None:  # fmt: skip
-    from kdabench.review import search_plot
-    from kdabench.tune.compare import WAYS, compare
-
-    points = sum(len(task.space.points) for task in tasks)
-    text = f"{len(tasks)} studies, {points} points, {seeds} seeds, {share:.0%} of an exhaustive search's trials"
+def _compare(job: _Job, results: Path, seeds: int, share: float) -> None:
+    with console.user_input():
+        bench, studies = _on_records(job, results)
+    points = sum(len(task.space.points) for task in studies)
+    text = f"{len(studies)} studies, {points} points, {seeds} seeds, {share:.0%} of an exhaustive search's trials"
     console.note(text)
-    found = compare(
-        tasks,
-        bench,
-        WAYS,
-        range(seeds),
-        share,
-        lambda f: console.note(f"{f.way}, seed {f.seed}: {100 * f.geomean:.2f} %"),
-    )
-    written = search_plot.write_comparison(found, out, f"{stem}.replay", f"{title}\n{text}")
+    found = compare(studies, bench, WAYS, range(seeds), share, _note_way)
+    title = f"{job.title}\n{text}"
+    written = search_plot.write_comparison(found, job.out, f"{job.plan.stem}.replay", title)
     rows = [_way_row(way, [f for f in found if f.way == way]) for way in WAYS]
-    if as_json:
-        keys = (
-            "way",
-            "regret",
-            "regret_worst_seed",
-            "within_1_percent",
-            "worst_cell",
-            "trials",
-            "readings",
-        )
-        console.emit_json([dict(zip(keys, row, strict=True)) for row in rows])
+    if job.as_json:
+        console.emit_json([dict(zip(_WAY_KEYS, row, strict=True)) for row in rows])
         return
-    headings = (
-        "sampler",
-        "regret %",
-        "worst seed %",
-        "within 1 % of cells",
-        "worst cell %",
-        "trials %",
-        "readings %",
-    )
-    shown = [
-        (
-            row[0],
-            *(f"{100 * value:.2f}" for value in row[1:3]),
-            *(f"{100 * v:.0f}" for v in row[3:]),
-        )
-        for row in rows
-    ]
-    console.show_table(headings, shown, right=tuple(range(1, 7)))
+    console.show_table(_WAY_HEADINGS, list(map(_way_texts, rows)), right=range(1, 7))
     for path in written:
-        console.line(console.relative(path))
+        console.line(relative(path))
+
+
+def _note_way(found: Found) -> None:
+    console.note(f"{found.way}, seed {found.seed}: {100 * found.geomean:.2f} %")
+
+
+def _way_texts(row: Sequence[Any]) -> tuple[str, ...]:
+    precise = (f"{100 * value:.2f}" for value in row[1:3])
+    return (row[0], *precise, *(f"{100 * value:.0f}" for value in row[3:]))
 
 
 def _way_row(way: Any, found: Sequence[Found]) -> tuple[Any, ...]:
-    from statistics import fmean
-
     return (
         str(way),
         fmean(f.geomean for f in found),
