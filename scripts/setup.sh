@@ -33,7 +33,7 @@ if [[ $gpu == none ]]; then
     # Pinned, so that a package index with CPU builds (set by pip's own configuration) is asked for exactly this one.
     pip install torch==2.13.0
 fi
-pip install -e '.[test]'
+pip install -e '.[suite,test]'
 if [[ $gpu == nvidia && $("$venv/bin/python" -c 'import torch; print(torch.version.cuda or "")') == 13.* ]]; then
     dsl=$("$venv/bin/python" -c 'from importlib.metadata import version; print(version("nvidia-cutlass-dsl"))')
     pip install "nvidia-cutlass-dsl[cu13]==$dsl"

@@ -16,16 +16,22 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from packaging.requirements import Requirement
+
+from kda_kernels import variants
+from kda_kernels.device.cubin import cache_dir
+from kdabench.checks import binaries
+from kdabench.data import devices
+
 State = Literal["ok", "missing", "absent"]
 
-_PACKAGES = {
-    "numpy": "numpy",
-    "pandas": "pandas",
-    "matplotlib": "matplotlib",
-    "triton": "triton",
-    "nvidia-cutlass-dsl": "cutlass",
-    "nvidia-ml-py": "pynvml",
+MODULES = {
+    "jinja2": ("jinja2", "markupsafe"),
+    "nvidia-cutlass-dsl": ("cutlass", "cuda"),
+    "nvidia-ml-py": ("pynvml",),
 }
+"""What a package is imported as, where that is not its name."""
+_SUITE = {"extra": "suite"}
 _ARCHS = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 
 
@@ -41,7 +47,7 @@ class Finding:
 
 def examine(results: Path) -> list[Finding]:
     """All findings about this machine and the recorded results."""
-    checks: tuple[Callable[[], Iterator[Finding]], ...] = (_python, _torch, _packages, _gpu, _cache)
+    checks: tuple[Callable[[], Iterator[Finding]], ...] = (_python, _packages, _gpu, _cache)
     findings = [finding for check in checks for finding in check()]
     return findings + list(_results(results))
 
@@ -56,23 +62,47 @@ def _python() -> Iterator[Finding]:
         )
 
 
-def _importable(name: str, module: str) -> tuple[Any, Finding]:
-    """The module, or None, and the finding about it."""
+def required() -> list[Requirement]:
+    """Read what kdabench and its extra `suite` need, from what its installation says.
+
+    Raises PackageNotFoundError if it is not installed.
+    """
+    found = [Requirement(text) for text in metadata.requires("kdabench") or ()]
+    return [need for need in found if need.marker is None or need.marker.evaluate(_SUITE)]
+
+
+def _importable(need: Requirement) -> tuple[Any, Finding]:
+    """Import what a package is for: the module, or None, and the finding about it."""
+    module = MODULES.get(need.name, (need.name,))[0]
     try:
-        version = metadata.version(name)
-        return importlib.import_module(module), Finding(name, "ok", version)
+        version = metadata.version(need.name)
+        imported = importlib.import_module(module)
     except metadata.PackageNotFoundError:
-        return None, Finding(name, "missing", "not installed", "make setup")
+        return None, Finding(need.name, "missing", "not installed", "make setup")
     except Exception as error:  # a broken extension module raises anything
-        first = str(error).strip().splitlines()[:1]
-        return None, Finding(name, "missing", f"does not import: {' '.join(first)}", "make setup")
+        first = " ".join(str(error).strip().splitlines()[:1])
+        return None, Finding(need.name, "missing", f"does not import: {first}", "make setup")
+    if not need.specifier.contains(version, prereleases=True):
+        found = f"{version}; {need.specifier} needed"
+        return imported, Finding(need.name, "missing", found, "make setup")
+    return imported, Finding(need.name, "ok", version)
 
 
-def _torch() -> Iterator[Finding]:
-    torch, finding = _importable("torch", "torch")
-    if torch is None:
-        yield finding
+def _packages() -> Iterator[Finding]:
+    try:
+        needs = required()
+    except metadata.PackageNotFoundError:
+        yield Finding("kdabench", "missing", "not installed: a source tree", "make setup")
         return
+    for need in needs:
+        imported, finding = _importable(need)
+        if need.name == "torch" and imported is not None and finding.state == "ok":
+            yield from _torch(imported)
+        else:
+            yield finding
+
+
+def _torch(torch: Any) -> Iterator[Finding]:
     cuda = torch.version.cuda
     build = f"{torch.__version__}, {'CUDA ' + cuda if cuda else 'CPU'} build"
     if cuda is None and _nvml_devices():
@@ -92,11 +122,6 @@ def _torch() -> Iterator[Finding]:
                 "not installed",
                 "pip install 'nvidia-cutlass-dsl[cu13]'",
             )
-
-
-def _packages() -> Iterator[Finding]:
-    for name, module in _PACKAGES.items():
-        yield _importable(name, module)[1]
 
 
 def _nvml_devices() -> list[tuple[str, str]]:
@@ -156,15 +181,7 @@ def _gpu() -> Iterator[Finding]:
 
 
 def _cache() -> Iterator[Finding]:
-    try:
-        from kda_kernels.device.cubin import cache_dir
-
-        folder = cache_dir()
-    except Exception as error:
-        yield Finding(
-            "kernel cache", "missing", f"kda_kernels does not import: {error}", "make setup"
-        )
-        return
+    folder = cache_dir()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -179,8 +196,6 @@ def _cache() -> Iterator[Finding]:
 
 def _results(results: Path) -> Iterator[Finding]:
     """Per recorded device: are its records there, and were the kernels verified as they are now?"""
-    from kdabench.data import devices
-
     recorded = devices.recorded(results)
     if not recorded:
         yield Finding(
@@ -198,9 +213,6 @@ def _results(results: Path) -> Iterator[Finding]:
 def _verified(folder: Path, slug: str) -> Finding:
     name, repair = f"verified on {slug}", "kdabench verify   (on that GPU)"
     try:
-        from kda_kernels import variants
-        from kdabench.checks import binaries
-
         content = json.loads((folder / "verified.json").read_text())
         known, arch = content["variants"], binaries.arch_of(content.get("env", {}))
         manifest = binaries.read(binaries.path_of(arch, folder.parents[1] / binaries.FOLDER))

@@ -3,10 +3,12 @@ terminal."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -70,8 +72,6 @@ def user_input() -> Iterator[None]:
 
     Warnings are printed as lines, too.
     """
-    import warnings
-
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         warnings.showwarning = lambda message, *_, **__: note(f"warning: {message}")
@@ -122,8 +122,7 @@ def show_table(
     if not sys.stdout.isatty():
         write(table(headings, rows, right=right))
         return
-    import io
-
+    # Not at the top: only a terminal needs it, and every start would pay for it.
     from rich import box
     from rich.console import Console
     from rich.table import Table

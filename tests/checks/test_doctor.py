@@ -69,6 +69,29 @@ def test_missing_and_broken_packages(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert findings["pandas"].found == "does not import: libfoo.so: cannot open"
 
 
+def test_a_version_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "requires", lambda name: ["torch", "numpy>=99"])
+    findings = {finding.name: finding for finding in doctor._packages()}
+    assert findings["torch"].state == "ok"
+    assert findings["numpy"].state == "missing"
+    assert findings["numpy"].found.endswith("; >=99 needed")
+
+
+def test_what_is_needed_is_what_the_installation_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = ["torch>=2", "rich; extra == 'suite'", "mypy; extra == 'test'"]
+    monkeypatch.setattr(metadata, "requires", lambda name: said)
+    assert [need.name for need in doctor.required()] == ["torch", "rich"]
+
+
+def test_a_source_tree_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> list[str]:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", missing)
+    (finding,) = doctor._packages()
+    assert (finding.name, finding.repair) == ("kdabench", "make setup")
+
+
 def test_unusable_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("KDA_KERNELS_CACHE", str(tmp_path / "file" / "cache"))

@@ -60,5 +60,5 @@ def _fit(paths: list[Path], results: Path) -> tuple[Policy, Evidence]:
             raise ValueError(
                 f"{path}: one recorded device, one journal (.db), or files of records (.jsonl)"
             )
-    found = measurements.load(paths)
-    return fit.fit(found, measurements.load_envs(paths), default_schedule=default)
+    loaded = measurements.load(paths)
+    return fit.fit(loaded, measurements.load_envs(paths), default_schedule=default)
