@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kdabench.data.measurements import Candidate, Cell, Measurement
-    from kdabench.library import choose, compare, load, load_envs, load_policy, plot
+    from kdabench.library import choose, compare, load, load_policy, plot
     from kdabench.measure.session import run_sweep
     from kdabench.policy.fit import fit
     from kdabench.review.frame import frame
-    from kdabench.sources import load_sweep, open_source
+    from kdabench.sources import load_envs, load_sweep, open_source
 
 __all__ = [
     "Candidate",
@@ -36,11 +36,11 @@ __all__ = [
 
 _HOMES = {
     "kdabench.data.measurements": ("Candidate", "Cell", "Measurement"),
-    "kdabench.library": ("choose", "compare", "load", "load_envs", "load_policy", "plot"),
+    "kdabench.library": ("choose", "compare", "load", "load_policy", "plot"),
     "kdabench.measure.session": ("run_sweep",),
     "kdabench.policy.fit": ("fit",),
     "kdabench.review.frame": ("frame",),
-    "kdabench.sources": ("load_sweep", "open_source"),
+    "kdabench.sources": ("load_envs", "load_sweep", "open_source"),
 }
 
 

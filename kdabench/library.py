@@ -7,7 +7,6 @@ A source is the slug of a recorded device, a journal (.db), a file of measuremen
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,35 +25,17 @@ RESULTS = Path("results")
 def load(
     source: str | Path | Source, *, sweep: str | None = None, results: str | Path = RESULTS
 ) -> list[Measurement]:
-    """Load measurements: of a sweep, or of all, each cell then from the sweep that has most cells.
+    """Load measurements; each cell comes from one sweep, the fullest that has it.
 
-    >>> found = load("nvidia-h200", sweep="targets")
-    >>> len(found)
+    sweep  of a device: its measurements alone
+
+    >>> len(load("nvidia-h200", sweep="targets"))
     2818
 
     Raises ValueError for a source or a sweep that is not there, JournalError for a journal that
     can't be read.
     """
-    opened = _opened(source, results)
-    if sweep is None:
-        return opened.measurements()
-    if sweep not in opened.sweeps:
-        known = ", ".join(opened.sweeps)
-        raise ValueError(f"{opened.name}: sweep: {sweep!r}: one of {known}")
-    return list(opened.sweeps[sweep])
-
-
-def load_envs(
-    source: str | Path | Source, *, results: str | Path = RESULTS
-) -> Mapping[str, Mapping[str, Any]]:
-    """Load the environments of a source's measurements, by digest.
-
-    >>> {env["gpu"] for env in load_envs("nvidia-h200").values()}
-    {'NVIDIA H200'}
-
-    Raises as `load` does.
-    """
-    return _opened(source, results).envs
+    return _opened(source, results, sweep).measurements()
 
 
 def load_policy(device: str | Path, results: str | Path = RESULTS) -> ModuleType:
@@ -80,7 +61,7 @@ def choose(
     kind  decode for one token, else record, if not said
 
     >>> choose(load_policy("nvidia-h200"), heads=24, requests=8).choice.variant
-    'KdaFused'
+    'KdaSplit'
 
     Raises ValueError for a step that does not exist.
     """
@@ -147,8 +128,10 @@ def plot(
     )
 
 
-def _opened(source: str | Path | Source, results: str | Path) -> Source:
-    return source if isinstance(source, Source) else sources.open_source(source, Path(results))
+def _opened(source: str | Path | Source, results: str | Path, sweep: str | None = None) -> Source:
+    if isinstance(source, Source):
+        return source
+    return sources.open_source(source, results, sweep)
 
 
 def _policies(a: Source, b: Source) -> tuple[ModuleType, ModuleType]:

@@ -46,10 +46,13 @@ class Source:
         return results.owned(self.sweeps, preferred)
 
 
-def open_source(name: str | Path, folder: Path) -> Source:
+def open_source(
+    name: str | Path, folder: str | Path = "results", sweep: str | None = None
+) -> Source:
     """Open a journal (.db), a file of measurements (.jsonl) or a recorded device (a slug).
 
     folder  results by device
+    sweep   of a device: load this one alone
 
     Raises JournalError for a journal that can't be read, ValueError for the others.
     """
@@ -68,9 +71,27 @@ def open_source(name: str | Path, folder: Path) -> Source:
     if path.suffix == ".jsonl":
         found = {path.stem: measurements.load([path])}
         return Source(str(name), found, measurements.load_envs([path]), path.with_name("policy.py"))
-    home = devices.results_folder(folder, str(name))
+    home = devices.results_folder(Path(folder), str(name))
     envs = measurements.load_envs([home / "env.json"])
-    return Source(str(name), results.by_sweep(home), envs, home / "policy.py")
+    return Source(str(name), results.by_sweep(home, sweep), envs, home / "policy.py")
+
+
+def load_envs(name: str | Path, folder: str | Path = "results") -> Mapping[str, Mapping[str, Any]]:
+    """Load the environments of a source, by digest, without its measurements.
+
+    >>> sorted({env["gpu"] for env in load_envs("nvidia-h200").values()})
+    ['NVIDIA H200']
+
+    Raises as `open_source` does.
+    """
+    path = Path(name)
+    if path.suffix == ".db":
+        with Journal.read(path) as journal:
+            return journal.envs()
+    if path.suffix == ".jsonl":
+        return measurements.load_envs([path])
+    home = devices.results_folder(Path(folder), str(name))
+    return measurements.load_envs([home / "env.json"])
 
 
 def known_options() -> dict[str, dict[str, type]]:
@@ -85,6 +106,9 @@ def load_sweep(path: str | Path, sms: int | None = None) -> Sweep:
     """Read a sweep file, its options checked against what the variants declare.
 
     sms  multiprocessors of the device; needed by sweeps that ask for cells by waves
+
+    >>> len(load_sweep("sweeps/quick.toml").cells)
+    8
 
     Raises SweepError (a ValueError) naming file, key, value and rule.
     """

@@ -27,9 +27,17 @@ Sweeps = Mapping[str, Sequence[Measurement]]
 _CIRCUMSTANCES = tuple(name for name in CELL_FIELDS if name not in ("requests", "heads"))
 
 
-def by_sweep(folder: Path) -> dict[str, list[Measurement]]:
-    """Load every file of a device's folder. Raises MeasurementError."""
-    return {path.stem: measurements.load([path]) for path in sorted(folder.glob("*.jsonl"))}
+def by_sweep(folder: Path, only: str | None = None) -> dict[str, list[Measurement]]:
+    """Load every file of a device's folder, or that of one sweep.
+
+    Raises MeasurementError for a file that can't be used, or a sweep that is not there.
+    """
+    paths = {path.stem: path for path in sorted(folder.glob("*.jsonl"))}
+    if only is not None:
+        if only not in paths:
+            raise MeasurementError(f"{folder}: sweep: {only!r}: one of {', '.join(paths)}")
+        paths = {only: paths[only]}
+    return {stem: measurements.load([path]) for stem, path in paths.items()}
 
 
 def owned(sweeps: Sweeps, preferred: Sequence[str] = ()) -> list[Measurement]:
