@@ -26,7 +26,7 @@ from kdabench.data import measurements, sweep
 from kdabench.data.measurements import Candidate, Cell, Measurement
 from kdabench.measure.contest import Contest, Plan
 from kdabench.review import search_plot
-from kdabench.tune import search
+from kdabench.tune import emitted_sweep, search
 from kdabench.tune import space as spaces
 from kdabench.tune.heats import Heat, RecordedBench, WorkerBench
 from kdabench.tune.sampler import KINDS
@@ -498,6 +498,34 @@ def test_full_space_holds_what_is_for_a_tuner_to_choose(name: str) -> None:
     default = spaces.default_point(name).options
     given = variants.declared(name).given
     assert all(p.options[option] == default[option] for p in points for option in given)
+
+
+def test_the_full_space_of_stock_is_the_product_of_its_tried_values() -> None:
+    declared = variants.declared("stock")
+    axes = [option for option in declared.options if option not in declared.given]
+    cell = replace(CELL, context="layer")
+    expected = math.prod(len(declared.values_to_try(option)) for option in axes)
+    found = list(spaces.every("stock", cell))
+    assert len(set(found)) == len(found) == expected > 2
+    assert Candidate.of("stock", {}) in found
+    isolated = list(spaces.every("stock", replace(CELL, context="isolated")))
+    assert {c for c in found if "pdl" not in c.options} == set(isolated)
+
+
+def test_a_found_sweep_is_read_back_with_its_defaults(tmp_path: Path) -> None:
+    outcomes = search.run(
+        TASKS, PlantedBench(), InMemoryStorage(), search.Options(40, "random")
+    ).outcomes
+    won = emitted_sweep.winners(outcomes)
+    assert won
+    (tmp_path / "found.toml").write_text(emitted_sweep.text(won, 'of "odd" name'))
+    again = sources.load_sweep(tmp_path / "found.toml")
+    assert again.question.count('"odd"') == 1
+    assert again.processes == emitted_sweep.PROCESSES
+    assert set(again.cells) == {o.task.cell for o in won}
+    names = {o.verdict.winner.variant for o in won if o.verdict}
+    expected = {o.verdict.winner for o in won if o.verdict}
+    assert set(again.candidates) == expected | {Candidate.of(name, {}) for name in names}
 
 
 def test_an_option_without_values_to_try_is_named(
