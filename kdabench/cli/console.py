@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the help needs neither
+    from kda_kernels.case import Case
     from kdabench.measure.session import Event
 
 FINDING = 1
@@ -29,7 +30,7 @@ BROKEN_PIPE = 141
 
 
 def write(text: str) -> None:
-    """Text to stdout. Ends the program quietly if its reader is gone."""
+    """Write text to stdout. Ends the program quietly if its reader is gone."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -41,37 +42,37 @@ def write(text: str) -> None:
 
 
 def line(text: str = "") -> None:
+    """Write a line to stdout."""
     write(text + "\n")
 
 
 def emit_json(value: object) -> None:
+    """Write strict JSON to stdout."""
     write(json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
 
 
 def error_line(text: str) -> None:
+    """Say on stderr what is wrong, in one line."""
     note(f"kdabench: {text}")
 
 
 def note(text: str) -> None:
-    """A remark beside the output proper; lost if the terminal is gone, which must not end the
-    work."""
+    """Write a remark to stderr, beside the output proper; it is lost if the terminal is gone, which
+    must not end the work."""
     with suppress(OSError):
         print(" ".join(text.split()), file=sys.stderr, flush=True)
 
 
 def fail(text: str) -> NoReturn:
-    """End with one line on stderr and the status for a user's mistake."""
+    """End the command with one line on stderr and the status for a user's mistake."""
     error_line(text)
     raise typer.Exit(USAGE)
 
 
 @contextmanager
 def user_input() -> Iterator[None]:
-    """Around work whose ValueErrors and unreadable files are the user's to mend: one line, no
-    traceback.
-
-    Warnings are printed as lines, too.
-    """
+    """Turn ValueErrors and unreadable files, which are the user's to mend, into one line and the end
+    of the command; print warnings as lines, too."""
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         warnings.showwarning = lambda message, *_, **__: note(f"warning: {message}")
@@ -88,7 +89,7 @@ def user_input() -> Iterator[None]:
 
 
 def describe(error: BaseException) -> str:
-    """One line for an exception; file errors as `path: reason`."""
+    """Say in one line what an exception is; file errors as `path: reason`."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error)
@@ -97,7 +98,7 @@ def describe(error: BaseException) -> str:
 def table(
     headings: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[int] = ()
 ) -> str:
-    """Aligned columns, two spaces apart; the columns whose indices are in `right` are flush
+    """Align columns, two spaces apart; the columns whose indices are in `right` are flush
     right."""
     cells = [
         list(headings),
@@ -118,7 +119,7 @@ def table(
 def show_table(
     headings: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[int] = ()
 ) -> None:
-    """A table on stdout: drawn by rich on a terminal, plain text elsewhere."""
+    """Show a table on stdout: drawn by rich on a terminal, plain text elsewhere."""
     if not sys.stdout.isatty():
         write(table(headings, rows, right=right))
         return
@@ -144,7 +145,7 @@ def _escaped(text: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """12 s, 3 min 20 s, 2 h 5 min."""
+    """Say seconds as 12 s, 3 min 20 s or 2 h 5 min."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -249,7 +250,7 @@ def _cell_text(event: Event) -> str:
 
 
 def ticks(what: str) -> Callable[[object, int], None]:
-    """A listener that counts what is done of how many, on a terminal."""
+    """Give a listener that counts what is done of how many, on a terminal."""
     done = 0
 
     def tick(row: object, total: int) -> None:
@@ -266,7 +267,8 @@ def ticks(what: str) -> Callable[[object, int], None]:
     return tick
 
 
-def case_name(case: Any) -> str:
+def case_name(case: Case) -> str:
+    """Name a standard case: variant, options, kind, tokens and state."""
     choices = ", ".join(f"{key}={value}" for key, value in case.options)
     problem = case.problem
     return f"{case.variant}({choices}) {problem.kind} q={problem.tokens} {problem.state_dtype}"

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from kdabench.policy.constants import Policy
-    from kdabench.policy.regret import Evidence
+from kdabench.cli.evidence import cell_name
+from kdabench.policy.constants import Policy
+from kdabench.policy.regret import Evidence
+
+_SHOWN = 10
+"""Cells that are named of each kind, the worst first."""
 
 
 def checks(policy: Policy, facts: Evidence) -> str:
-    """Rules that evidence.text leaves out, and what a policy must not do: lose to the default, jump
-    over a cliff."""
+    """Write the rules that evidence.text leaves out, and what a policy must not do: lose to the
+    default, jump over a cliff."""
     return "".join(f"{line}\n" for line in (*_other_rules(policy, facts), *_guards(facts)))
 
 
@@ -35,12 +37,7 @@ def _items(value: int | None) -> str:
     return "never" if value is None else str(value)
 
 
-_SHOWN = 10
-
-
 def _guards(facts: Evidence) -> Iterator[str]:
-    from kdabench.cli.evidence import cell_name
-
     slower = facts.slower_than_default
     if slower is None:
         yield "Against the default schedule: not checked, it was not measured"

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,19 @@ def test_help_is_plain_and_lists_every_command(kdabench: Any) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
+def test_the_short_help_begins_the_long_one(command: str) -> None:
+    """It stands in the list of commands, which imports none of them."""
+    module, short = cli.COMMANDS[command]
+    found = import_module(f"kdabench.cli.commands.{module}").command
+    assert found.__doc__.splitlines()[0] == short
+
+
+def test_every_file_of_a_command_is_listed() -> None:
+    files = {path.stem for path in (ROOT / "kdabench" / "cli" / "commands").glob("[!_]*.py")}
+    assert files == {module for module, _ in cli.COMMANDS.values()}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_with_examples(kdabench: Any, command: str) -> None:
     status, out, _ = kdabench(command, "--help")
     assert status == 0
@@ -129,6 +143,7 @@ def test_every_command_has_help_with_examples(kdabench: Any, command: str) -> No
     [
         (["swep"], "no such command 'swep'. Did you mean 'sweep'?"),
         (["nonsense"], "no such command 'nonsense'"),
+        (["--nonsense"], "no such option: --nonsense"),
         (["sweep"], "missing argument 'SWEEP.toml'"),
         (["sweep", "--budgt", "3", "x"], "no such option --budgt; did you mean --budget?"),
         (["sweep", "sweeps/dispatch.toml", "--budget", "soon"], "'--budget'"),

@@ -36,7 +36,7 @@ def command(
     results: Results = RESULTS,
     as_json: Json = False,
 ) -> None:
-    """Write a measured journal into the recorded results, or a table of measurements.
+    """Write a measured journal into the recorded results, or a table.
 
     Of a sweep file its journal goes to RESULTS/<device>/<sweep>.jsonl and env.json. A replay is not a measurement and
     is refused. With --to, measurements become a table, one row per cell, candidate and process, for pandas or a
