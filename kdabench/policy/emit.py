@@ -14,9 +14,6 @@ from typing import TYPE_CHECKING, Literal
 from kda_kernels import variants
 from kdabench.data import devices, measurements, results
 from kdabench.data.measurements import OptionValue
-from kdabench.data.measurements import (
-    write_atomic as write_atomic,
-)  # what is emitted is written with it
 from kdabench.policy.constants import RULES, Options, Policy, ScheduleTable
 
 if TYPE_CHECKING:

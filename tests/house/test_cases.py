@@ -743,14 +743,14 @@ def test_case_23_an_interrupted_emit_leaves_the_old_module(
     at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "policy.py"
-    emit.write_atomic(path, "old = 1\n")
+    measurements.write_atomic(path, "old = 1\n")
 
     def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(os, at, interrupt)
     with pytest.raises(KeyboardInterrupt):
-        emit.write_atomic(path, "new = 1\n" * 10_000)
+        measurements.write_atomic(path, "new = 1\n" * 10_000)
     assert path.read_text() == "old = 1\n"
     assert list(tmp_path.iterdir()) == [path]
 

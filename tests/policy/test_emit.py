@@ -450,7 +450,7 @@ def test_check_finds_what_is_stale(tmp_path: Path) -> None:
     assert {s.repair for s in missing} == {"kdabench emit synthetic-one"}
     text = emit.regenerate(folder).module
     for path in emit.module_paths(folder, modules):
-        emit.write_atomic(path, text)
+        measurements.write_atomic(path, text)
     assert emit.check(results, modules) == []
     (folder / "policy.py").write_text(text.replace("SMS = 100", "SMS = 99"))
     (stale,) = emit.check(results, modules)
