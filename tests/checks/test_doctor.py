@@ -63,7 +63,7 @@ def test_missing_and_broken_packages(tmp_path: Path, monkeypatch: pytest.MonkeyP
         )
 
     monkeypatch.setattr(metadata, "version", without_triton)
-    monkeypatch.setattr(doctor.importlib, "import_module", broken)
+    monkeypatch.setattr("importlib.import_module", broken)
     findings = {finding.name: finding for finding in doctor._packages()}
     assert (findings["triton"].state, findings["triton"].found) == ("missing", "not installed")
     assert findings["pandas"].found == "does not import: libfoo.so: cannot open"
