@@ -5,7 +5,7 @@
 
 Without a GPU:
     import      seconds of `import kdabench` and `kdabench --help`
-    resume      seconds of the second run of a finished sweep, replayed
+    resume      seconds of the second run of a finished sweep, on recorded samples
     pipeline    seconds of fit, emit and plots of 100 000 records, and whether two runs give the
                 same bytes
     kill        rounds lost in 1000 kills of a writer, and with the journal's log cut at each byte
@@ -154,7 +154,7 @@ def _pipeline(source: Path, out: Path) -> Iterator[tuple[str, bytes]]:
     text = emit.emit(policy, evidence)
     yield "emit", text.encode()
     written = plot.write_plots(
-        rows, out, device="SYNTHETIC ONE", sms=100, policy=emit.load(text), replay=False
+        rows, out, device="SYNTHETIC ONE", sms=100, policy=emit.load(text), recorded=False
     )
     yield "plots", b"".join(path.read_bytes() for path in sorted(written))
 
@@ -276,7 +276,7 @@ def power(args: argparse.Namespace) -> None:
     for name in args.files:
         pairs, shape = recorded_noise(measurements.load([args.results / name]))
         random.Random(args.seed).shuffle(pairs)
-        groups: dict[tuple[str, str], list[tuple[float, str | None, bool]]] = {}
+        groups: dict[tuple[str, str], list[tuple[float, bool, bool]]] = {}
         for number, (cell, us, size) in enumerate(pairs[: args.times]):
             make = partial(Noise, size, shape)
             verdicts = _verdicts(make, number)
@@ -286,27 +286,27 @@ def power(args: argparse.Namespace) -> None:
             report(f"{name}, {context}, {heads}", rows)
 
 
-Verdicts = tuple[str | None, bool]
+Verdicts = tuple[bool, bool]
 
 
 def _verdicts(make: Callable[[dict[Candidate, float], int], Clock], seed: int) -> Verdicts:
-    """What a contest says of two that are the same (None: nothing), and whether it finds one that
-    is 2 % slower."""
+    """Whether a contest finds two different that are the same, and one slower that is so by 2 %."""
     one, other = CANDIDATES[:2]
     plan = Plan(seconds=math.inf, seed=seed, sentinel=False)
     same = run_contest([one, other], make({one: 1.0, other: 1.0}, seed), plan)
     slower = run_contest([one, other], make({one: 1.0, other: EFFECT}, seed), plan)
-    return next(iter(same.left.values()), None), _found(slower, other)
+    return bool(same.left), _found(slower, other)
 
 
 def _found(contest: Contest, slower: Candidate) -> bool:
-    return contest.left.get(slower, "").startswith(("settled", "hopeless"))
+    left = contest.left.get(slower)
+    return left is not None and left.why in ("settled", "hopeless")
 
 
 def report(
-    title: str, rows: Sequence[tuple[float, str | None, bool]], differences: Sequence[float] = ()
+    title: str, rows: Sequence[tuple[float, bool, bool]], differences: Sequence[float] = ()
 ) -> None:
-    false = sum(same is not None for _, same, _ in rows)
+    false = sum(same for _, same, _ in rows)
     large = [found for us, _, found in rows if us >= LEAST_US]
     line = f"{title}: {len(rows)} cells, {false} false verdicts ({false / max(1, len(rows)):.1%})"
     if large:
@@ -352,7 +352,7 @@ def twins(args: argparse.Namespace) -> None:
     real, twin = planted.REAL["KdaSplit"], planted.candidate("Twin")
     end = time.monotonic() + args.seconds
     for context in ("isolated", "layer"):
-        rows: list[tuple[float, str | None, bool]] = []
+        rows: list[tuple[float, bool, bool]] = []
         differences = []
         half = time.monotonic() + (end - time.monotonic()) / (2 if context == "isolated" else 1)
         for number, cell in enumerate(_cells(context)):
@@ -368,13 +368,13 @@ def twins(args: argparse.Namespace) -> None:
                 same = run_contest([real, twin], clock, plan)
                 slower = run_contest([real, twin], Scaled(clock, twin, EFFECT), plan)
                 us = same.time_us(real)
-                rows.append((us, next(iter(same.left.values()), None), _found(slower, twin)))
+                rows.append((us, bool(same.left), _found(slower, twin)))
                 differences.append(math.log(same.time_us(twin) / us))
         report(context, rows, differences)
 
 
 def cupti(args: argparse.Namespace) -> None:
-    """Per launch: by events around a replay, and from CUPTI's first begin to its last end of the
+    """Per launch: by events around a graph replay, and from CUPTI's first begin to its last end of the
     same graph."""
     import planted
     import torch
@@ -507,7 +507,7 @@ def main() -> None:
             sub.add_argument(f"--{option}", type=kind, default=default, **given)
 
     command("import", imports, times=5)
-    command("resume", resume, sweep=Path("sweeps/dispatch.toml"), device="replay:nvidia-h200")
+    command("resume", resume, sweep=Path("sweeps/dispatch.toml"), device="recorded:nvidia-h200")
     command("pipeline", pipeline, measurements=100_000)
     command("kill", kill, times=1000, seed=1, step=1, folder=tempfile.gettempdir())
     results = ROOT / "results" / "nvidia-h200"

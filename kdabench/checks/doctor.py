@@ -130,7 +130,7 @@ def _gpu() -> Iterator[Finding]:
     devices = _nvml_devices()
     if not devices:
         yield Finding(
-            "gpu", "absent", "no NVIDIA GPU or driver: sweep and run replay recorded measurements"
+            "gpu", "absent", "no NVIDIA GPU or driver: sweep and run use recorded measurements"
         )
         return
     for index, (name, driver) in enumerate(devices):
@@ -150,7 +150,7 @@ def _gpu() -> Iterator[Finding]:
     elif capability not in _ARCHS:
         known = ", ".join(_ARCHS.values())
         found = f"compute capability {capability[0]}.{capability[1]}; the kernels are for {known}"
-        yield Finding("cuda", "missing", found, "another GPU, or: --device replay:nvidia-h200")
+        yield Finding("cuda", "missing", found, "another GPU, or: --device recorded:nvidia-h200")
     else:
         yield Finding("cuda", "ok", f"usable from torch, {_ARCHS[capability]}")
 

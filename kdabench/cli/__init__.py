@@ -145,5 +145,5 @@ def _usage_error(error: Any) -> str:
 
 def _is_journal_error(error: Exception) -> bool:
     """Whether it is a JournalError; nobody raises one before the module is loaded."""
-    journal = sys.modules.get("kdabench.measure.journal")
-    return journal is not None and isinstance(error, journal.JournalError)
+    errors = sys.modules.get("kdabench.measure.errors")
+    return errors is not None and isinstance(error, errors.JournalError)

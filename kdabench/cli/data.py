@@ -325,23 +325,23 @@ def plot(
         from kdabench.measure.journal import Journal
 
         with Journal.read(path) as journal:
-            measurements, envs, replay = journal.measurements(), journal.envs(), journal.replay
+            measurements, envs, recorded = journal.measurements(), journal.envs(), journal.recorded
         with console.user_input():
             name, sms = inputs.device_of(envs, str(path))
-        home = path.with_name(path.name.removesuffix(".db").removesuffix(".replay"))
+        home = path.with_name(path.name.removesuffix(".db").removesuffix(".recorded"))
         folder, own = to or home / "plots", home / "policy.py"
     else:
         home, files = inputs.load_measurements(results, source)
         measurements = _fullest(files)
         with console.user_input():
             name, sms = inputs.describe(home)
-        folder, replay, own = to or home / "plots", False, home / "policy.py"
+        folder, recorded, own = to or home / "plots", False, home / "policy.py"
     if not measurements:
         console.fail(f"{source}: no records to draw")
     module = inputs.load_policy(policy or own) if policy or own.is_file() else None
     held = () if path.suffix == ".db" else tuple(emit.held(home))
     written = write_plots(
-        measurements, folder, name=name, sms=sms, policy=module, replay=replay, held=held
+        measurements, folder, name=name, sms=sms, policy=module, recorded=recorded, held=held
     )
     if as_json:
         console.emit_json([str(path) for path in written])
@@ -376,14 +376,14 @@ def write_plots(
     name: str,
     sms: int,
     policy: Any,
-    replay: bool,
+    recorded: bool,
     held: Collection[str] = (),
 ) -> list[Path]:
     from kdabench.review import plot
 
     inputs.require_writable(folder)
     return plot.write_plots(
-        measurements, folder, device=name, sms=sms, policy=policy, replay=replay, held=held
+        measurements, folder, device=name, sms=sms, policy=policy, recorded=recorded, held=held
     )
 
 
@@ -392,7 +392,7 @@ def export(
 ) -> None:
     """Write a measured journal into the recorded results.
 
-    They are RESULTS/<device>/<sweep>.jsonl and env.json. A replay is not a measurement and is refused.
+    They are RESULTS/<device>/<sweep>.jsonl and env.json. A recorded run is not a measurement and is refused.
 
     \b
     Examples:
@@ -403,9 +403,9 @@ def export(
 
     path = out / f"{file.stem}.db"
     if not path.exists():
-        replayed = path.with_suffix(".replay.db")
-        if replayed.exists():
-            console.fail(f"{replayed}: is a replay; it is never exported as a measurement")
+        run = path.with_suffix(".recorded.db")
+        if run.exists():
+            console.fail(f"{run}: is a recorded run; it is never exported as a measurement")
         console.fail(f"{path}: no such journal; measure with: kdabench sweep {file}")
     with journal.Journal.read(path) as measured:
         with console.user_input():

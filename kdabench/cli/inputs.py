@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kdabench.cli import console
+from kdabench.data import devices
+from kdabench.data.devices import Recorded, Source
 
 if TYPE_CHECKING:
     from kdabench.data.measurements import Measurement
@@ -30,7 +32,7 @@ RecordedDevice = Annotated[
 DeviceChoice = Annotated[
     str,
     typer.Option(
-        "--device", metavar="DEVICE", help="auto, cuda, cuda:N or replay:<recorded device>."
+        "--device", metavar="DEVICE", help="auto, cuda, cuda:N, recorded or recorded:<device>."
     ),
 ]
 Results = Annotated[
@@ -47,37 +49,34 @@ OUT = Path("out")
 
 @dataclass(frozen=True)
 class Device:
-    """A device to measure or to replay.
+    """A device to measure on, or whose measurements a recorded run is on.
 
-    choice   "cuda:N" or "replay:<slug>"
     name     as its driver says, such as NVIDIA H200
     slug     of its folder in results/
     """
 
-    choice: str
+    source: Source
     name: str
     slug: str
     sms: int
 
     @property
-    def replay(self) -> bool:
-        return self.choice.startswith("replay:")
+    def recorded(self) -> bool:
+        return isinstance(self.source, Recorded)
 
 
 def find_device(choice: str, results: Path) -> Device:
     """The device for a user's `--device`. Ends the command if there is none."""
-    from kdabench.data import devices
-    from kdabench.measure import session
+    from kdabench.measure import sources
 
     with console.user_input():
-        found = session.find_device(choice, results)
-        if found.startswith("replay:"):
-            slug = found.removeprefix("replay:")
-            name, sms = describe(results / slug)
-            return Device(found, name, slug, sms)
+        found = sources.find(choice, results)
+        if isinstance(found, Recorded):
+            name, sms = describe(found.folder)
+            return Device(found, name, found.device, sms)
     import torch
 
-    properties = torch.cuda.get_device_properties(int(found.removeprefix("cuda:")))
+    properties = torch.cuda.get_device_properties(found.index)
     return Device(
         found, properties.name, devices.slug(properties.name), properties.multi_processor_count
     )
@@ -85,10 +84,10 @@ def find_device(choice: str, results: Path) -> Device:
 
 def any_sms(results: Path) -> int | None:
     """SM count of the device that `auto` finds, or None."""
-    from kdabench.measure import session
+    from kdabench.measure import sources
 
     try:
-        session.find_device("auto", results)
+        sources.find("auto", results)
     except ValueError:
         return None
     return find_device("auto", results).sms
@@ -111,13 +110,11 @@ def device_of(envs: Mapping[str, Mapping[str, Any]], where: str) -> tuple[str, i
 
 
 def headline(device: Device, asked: str, results: Path) -> str:
-    """First line of a command that measures or replays."""
-    if not device.replay:
-        return f"measuring on {device.name} ({device.choice}, {device.sms} SMs)"
-    where = (
-        f"the recorded measurements of {device.name} ({console.relative(results / device.slug)})"
-    )
-    return f"no GPU found: replaying {where}" if asked == "auto" else f"replaying {where}"
+    """First line of a command that measures, or runs on what was recorded."""
+    if not device.recorded:
+        return f"measuring on {device.name} ({device.source}, {device.sms} SMs)"
+    run = f"recorded run of {device.name} ({console.relative(results / device.slug)})"
+    return f"no GPU found: {run}" if asked == "auto" else run
 
 
 def known_options() -> dict[str, dict[str, type]]:
@@ -156,7 +153,7 @@ def load_sweep(path: Path, sms: int | None) -> Sweep:
 def load_measurements(results: Path, device: str) -> tuple[Path, dict[str, list[Measurement]]]:
     """A recorded device's folder, and its records by file: sweeps may share cells, so files are
     kept apart."""
-    from kdabench.data import devices, measurements
+    from kdabench.data import measurements
 
     with console.user_input():
         folder = devices.results_folder(results, device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +16,7 @@ from kdabench.cli.inputs import OUT, RESULTS, DeviceChoice, Json, Out, Results, 
 if TYPE_CHECKING:
     from kdabench.data.measurements import Cell
     from kdabench.data.sweep import Sweep
+    from kdabench.measure.queue import Course
     from kdabench.measure.session import Summary
 
 Budget = Annotated[
@@ -88,7 +89,7 @@ def sweep(
     results: Results = RESULTS,
     as_json: Json = False,
 ) -> None:
-    """Measure a sweep, or replay it where there is no GPU.
+    """Measure a sweep; a recorded run where no GPU is.
 
     Every finished round is kept in OUT/<sweep>.db. Stop at any time: the same command goes on where it stopped.
     Without --adaptive it adds what an adaptive sweep left out. Exit status 1 if a cell has no result at all.
@@ -98,7 +99,7 @@ def sweep(
       kdabench sweep sweeps/quick.toml
       kdabench sweep sweeps/dispatch.toml --dry-run
       kdabench sweep sweeps/dispatch.toml --adaptive --budget 600
-      kdabench sweep sweeps/quick.toml --device replay:nvidia-h200
+      kdabench sweep sweeps/quick.toml --device recorded:nvidia-h200
       kdabench sweep sweeps/dispatch.toml --device cuda:1 --share 2/2 --out out/second
     """
     inputs.require_sweep_file(file)
@@ -122,7 +123,7 @@ def sweep(
         console.emit_json(summary_json(summary, where))
     else:
         console.line(outcome(summary))
-        if summary.done == summary.total and not summary.replay:
+        if summary.done == summary.total and not summary.recorded:
             console.line(f"keep it: kdabench export {console.relative(file)}")
     finish(summary)
 
@@ -142,13 +143,14 @@ def run(
     most_lost: float | None = None,
     most_cells: int | None = None,
 ) -> Summary:
-    """Sweep with progress on stderr; the first line says whether it measures or replays.
+    """Sweep with progress on stderr; the first line says what it measures or runs on.
 
     most_lost   target of an adaptive sweep, as a ratio; None measures every cell
     most_cells  that it chooses; None: as many as the target asks for
     """
-    from kdabench.measure import session
+    from kdabench.measure import session, sources
     from kdabench.measure.contest import Plan
+    from kdabench.measure.queue import every_cell
 
     first = inputs.headline(target, asked, results)
     if as_json:
@@ -156,20 +158,38 @@ def run(
     else:
         console.line(first)
     inputs.require_writable(out)
-    with console.user_input(), console.progress() as listener:
+    runner = sources.runner(target.source)
+    with (
+        console.user_input(),
+        console.progress() as listener,
+        runner.open_journal(plan, out) as journal,
+    ):
+        begun = session.reopen_failed(plan, journal) if retry else ()
         return session.run_sweep(
             plan,
-            device=target.choice,
-            out=out,
-            results=results,
-            budget_s=budget,
-            share=share,
-            retry=retry,
-            target=most_lost,
-            most_cells=most_cells,
-            listener=listener,
+            runner,
+            journal,
+            every_cell(plan, share)
+            if most_lost is None
+            else _course(plan, share, begun, most_lost, most_cells),
             plan=None if cell_seconds is None else Plan(seconds=cell_seconds),
+            budget_s=budget,
+            listener=listener,
         )
+
+
+def _course(
+    plan: Sweep,
+    share: tuple[int, int],
+    begun: Collection[Cell],
+    target: float,
+    most_cells: int | None,
+) -> Course:
+    """Of an adaptive sweep, over its share of the rows."""
+    from kdabench.policy.adaptive import Course, part
+
+    cells = part(plan.cells, *share)
+    return Course(cells, plan.candidates, plan.processes, begun, target, most_cells)
 
 
 def parse_share(text: str) -> tuple[int, int]:
@@ -191,7 +211,7 @@ def _target(adaptive: bool, percent: float | None) -> float | None:
 
 def outcome(summary: Summary) -> str:
     state = "" if summary.done == summary.total else "unfinished: "
-    what = "replayed" if summary.replay else "measured"
+    what = "run on recorded samples" if summary.recorded else "measured"
     return (
         f"{state}{summary.done} of {summary.total} cells and processes {what}, "
         f"{len(summary.measurements)} records in {console.relative(summary.journal)}{_false_alarms(summary)}"
@@ -234,7 +254,7 @@ def _estimate(
     from kdabench.measure import session
     from kdabench.policy.adaptive import first_cells, rows_of
 
-    cells, candidates, seconds = session.dry_run(plan, target.choice)
+    cells, candidates, seconds = session.dry_run(plan, target.source)
     first = sum(len(first_cells(row)) for row in rows_of(plan.cells)) if adaptive else cells
     if most_cells is not None and most_cells < cells:
         most = max(first, most_cells)
@@ -242,7 +262,7 @@ def _estimate(
     if as_json:
         console.emit_json(
             {
-                "device": target.choice,
+                "device": str(target.source),
                 "cells": cells,
                 "first_cells": first,
                 "candidates": candidates,
@@ -253,15 +273,15 @@ def _estimate(
         return
     count = f"{first} cells at first, at most {cells}," if adaptive else f"{cells} cells"
     console.line(
-        f"{count} x {candidates} candidates x {plan.processes} processes on {target.choice}"
+        f"{count} x {candidates} candidates x {plan.processes} processes on {target.source}"
     )
     console.line(f"{'at most ' if adaptive else ''}about {console.duration(seconds)}")
 
 
 def summary_json(summary: Summary, target: inputs.Device) -> dict[str, Any]:
     return {
-        "device": target.choice,
-        "replay": summary.replay,
+        "device": str(target.source),
+        "recorded": summary.recorded,
         "journal": str(summary.journal),
         "done": summary.done,
         "total": summary.total,
@@ -293,11 +313,12 @@ def verify(variant: Variants = None, results: Results = RESULTS, as_json: Json =
       kdabench verify --variant KdaSplit
     """
     from kdabench.checks import verify as checks
-    from kdabench.measure import session
+    from kdabench.data.devices import Recorded
+    from kdabench.measure import sources
 
     names = chosen_variants(variant)
     with console.user_input():
-        if session.find_device("auto", results).startswith("replay:"):
+        if isinstance(sources.find("auto", results), Recorded):
             raise ValueError(
                 "verify needs an NVIDIA GPU, and this machine has none that torch can use"
             )
@@ -457,7 +478,7 @@ def _row_json(row: Any) -> dict[str, Any]:
 def doctor(results: Results = RESULTS, as_json: Json = False) -> None:
     """Say what this machine has and lacks, and how to mend it.
 
-    Exit status 1 if something needed is missing. A missing GPU is not: sweep and run then replay.
+    Exit status 1 if something needed is missing. A missing GPU is not: sweep and run then use what was recorded.
 
     \b
     Examples:

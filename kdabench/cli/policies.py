@@ -41,14 +41,14 @@ def run(
     """Sweep, fit, write the policy, plot and report, in one go.
 
     Everything goes to OUT/<sweep>: policy.py, plots, regret.txt and report.html. Without a GPU the recorded
-    measurements are replayed, and every output says so. Nothing in the recorded results changes; that takes export and
+    samples are run on, and every output says so. Nothing in the recorded results changes; that takes export and
     emit.
 
     \b
     Examples:
       kdabench run sweeps/dispatch.toml
       kdabench run sweeps/quick.toml --budget 300
-      kdabench run sweeps/dispatch.toml --device replay:nvidia-h200
+      kdabench run sweeps/dispatch.toml --device recorded:nvidia-h200
     """
     from kdabench.measure.journal import Journal
     from kdabench.policy.emit import held as held_back
@@ -132,19 +132,19 @@ def _certifying(results: Path) -> dict[str, Any] | None:
 def _write(
     outcome: _Outcome, plan: Sweep, summary: Summary, target: inputs.Device, folder: Path
 ) -> list[Path]:
-    """Policy, report and plots of a run; a replay is labelled in each."""
+    """Policy, report and plots of a run; a recorded run is labelled in each."""
     from kdabench.cli import evidence
     from kdabench.policy import emit
 
     written = []
     module = None
-    title = f"{plan.stem} on {target.name}"
-    title += ": REPLAY of recorded measurements" if summary.replay else ""
+    label = "RECORDED RUN of " if summary.recorded else ""
+    title = f"{label}{plan.stem} on {target.name}"
     report = f"{title}\n{plan.question}\n{measuring.outcome(summary)}\n\n"
     if outcome.policy is not None and outcome.evidence is not None:
         text = emit.emit(outcome.policy, outcome.evidence)
-        if summary.replay:
-            text = f"# Replay of recorded measurements, in {console.relative(folder)}: not for use.\n{text}"
+        if summary.recorded:
+            text = f"# Recorded run, in {console.relative(folder)}: nothing was measured, not for use.\n{text}"
         module = emit.load(text)
         written.append(folder / "policy.py")
         emit.write_atomic(written[-1], text)
@@ -162,7 +162,7 @@ def _write(
             name=target.name,
             sms=target.sms,
             policy=module,
-            replay=summary.replay,
+            recorded=summary.recorded,
             held=() if outcome.evidence is None else tuple(outcome.evidence.held),
         )
     return written

@@ -35,7 +35,7 @@ class _Source:
     files: Mapping[str, Sequence[Measurement]]
     envs: Mapping[str, Mapping[str, Any]]
     policy: Path
-    replay: bool = False
+    recorded: bool = False
 
     def measurements(self, preferred: Sequence[str]) -> list[Measurement]:
         """Each cell from one file: of the preferred ones if it is in such, else of the fullest."""
@@ -55,11 +55,11 @@ def _open(name: str, results: Path) -> _Source:
 
     path = Path(name)
     if path.suffix == ".db":
-        stem = path.name.removesuffix(".db").removesuffix(".replay")
+        stem = path.name.removesuffix(".db").removesuffix(".recorded")
         with Journal.read(path) as journal:
             files = {stem: journal.measurements()}
             return _Source(
-                name, files, journal.envs(), path.with_name(stem) / "policy.py", journal.replay
+                name, files, journal.envs(), path.with_name(stem) / "policy.py", journal.recorded
             )
     if path.suffix == ".jsonl":
         with console.user_input():
@@ -168,7 +168,7 @@ def _side(source: _Source, other: _Source, module: Any) -> Side:
         source.name,
         measurements,
         source.envs,
-        source.replay,
+        source.recorded,
         None if module is None else module.ranked,
     )
 
@@ -370,7 +370,7 @@ def report(
     fitted, text = _fit_journal(found, kept_back) if journal else _fit_device(home)
     subject = Subject(
         device=name,
-        replay=found.replay,
+        recorded=found.recorded,
         measured=_measured(found, sweeps, sms),
         envs=found.envs,
         fitted=fitted,
@@ -404,13 +404,13 @@ def of_run(
     )
     return Subject(
         device=target.name,
-        replay=summary.replay,
+        recorded=summary.recorded,
         measured=[Measured(plan.stem, plan.question, summary.measurements, plan.cells)],
         envs=envs,
         fitted=fitted if isinstance(fitted, str) else Fitted(*fitted),
         figures=_read_figures(summary.measurements, written),
         verified=_verified(results / target.slug),
-        reproduce=[again + (f" --device {target.choice}" if target.replay else "")],
+        reproduce=[again + (f" --device {target.source}" if target.recorded else "")],
         notes=unfinished,
     )
 
@@ -490,7 +490,7 @@ def _figures(
             name=name,
             sms=sms,
             policy=module,
-            replay=found.replay,
+            recorded=found.recorded,
             held=tuple(held),
         )
         return _read_figures(measurements, paths)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kdabench.data.sweep import Sweep
     from kdabench.tune.compare import Found
     from kdabench.tune.heats import RecordedBench
-    from kdabench.tune.search import Event, Outcome, Summary, Task
+    from kdabench.tune.search import SearchEvent, SearchSummary, StudyOutcome, Task
     from kdabench.tune.space import Point
 
 _SAMPLERS = ("transfer", "tpe", "gp", "random", "exhaustive")
@@ -81,10 +81,10 @@ def tune(
     Examples:
       kdabench tune sweeps/quick.toml
       kdabench tune sweeps/quick.toml --variant KdaSplit --space full --budget 1200
-      kdabench tune sweeps/quick.toml --device replay:nvidia-h200 --trials 50
-      kdabench tune sweeps/quick.toml --device replay:nvidia-h200 --space full --compare
+      kdabench tune sweeps/quick.toml --device recorded:nvidia-h200 --trials 50
+      kdabench tune sweeps/quick.toml --device recorded:nvidia-h200 --space full --compare
     """
-    from kdabench.measure.session import recorded
+    from kdabench.measure.recorded import measurements_of
     from kdabench.tune import search as tuning
     from kdabench.tune.heats import RecordedBench
 
@@ -94,23 +94,19 @@ def tune(
     target = inputs.find_device(device, results)
     plan = inputs.load_sweep(file, target.sms)
     names = _variants(variant, plan)
-    if compare and not target.replay:
-        console.fail(
-            "--compare: the best of each cell must be known: --device replay:<recorded device>"
-        )
+    if compare and not target.recorded:
+        console.fail("--compare: the best of each cell must be known: --device recorded:<device>")
     first = inputs.headline(target, device, results)
     if as_json:
         console.note(first)
     else:
         console.line(first)
     inputs.require_writable(out)
-    options = tuning.Options(trials, sampler, seed, warm=neighbours)  # type: ignore[arg-type]
-    title = f"{plan.stem} on {target.name}" + (
-        ", replay of recorded measurements" if target.replay else ""
-    )
-    if target.replay:
+    options = tuning.SearchOptions(trials, sampler, seed, warm=neighbours)  # type: ignore[arg-type]
+    title = f"{plan.stem} on {target.name}" + (", a recorded run" if target.recorded else "")
+    if target.recorded:
         with console.user_input():
-            bench = RecordedBench(recorded(results / target.slug, plan))
+            bench = RecordedBench(measurements_of(plan, results / target.slug))
         tasks = _tasks(
             plan,
             names,
@@ -120,7 +116,7 @@ def tune(
         if compare:
             _compare(tasks, bench, seeds, share, out, plan.stem, title, as_json)
             return
-        path = out / f"{plan.stem}.replay.tune.db"
+        path = out / f"{plan.stem}.recorded.tune.db"
         with tuning.open_storage(path) as storage, _progress() as listener:
             summary = tuning.run(
                 tasks, bench, storage, options, budget_s=budget, listener=listener, where=str(path)
@@ -151,14 +147,16 @@ def _require(tasks: Sequence[Task], file: Path, names: Sequence[str]) -> None:
 def _measure(
     plan: Sweep, names: Sequence[str], full: bool, target: inputs.Device, options: Any, budget: float | None, out: Path,
     file: Path,
-) -> Summary:  # fmt: skip
+) -> SearchSummary:  # fmt: skip
     import torch
 
     from kda_kernels.device.gpu import current_gpu
+    from kdabench.data.devices import Gpu
     from kdabench.tune import search as tuning
     from kdabench.tune.heats import WorkerBench
 
-    index = int(target.choice.removeprefix("cuda:"))
+    assert isinstance(target.source, Gpu)
+    index = target.source.index
     with torch.cuda.device(index):
         gpu = current_gpu()
     tasks = _tasks(plan, names, lambda cell, name: _supported_points(plan, cell, name, full, gpu))
@@ -271,7 +269,7 @@ def _recorded_points(
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[Event], None]]:
+def _progress() -> Iterator[Callable[[SearchEvent], None]]:
     """A line now and then on stderr, on a terminal in place, with the best of the study in work."""
     import sys
     import time
@@ -279,7 +277,7 @@ def _progress() -> Iterator[Callable[[Event], None]]:
     last = time.monotonic()
     in_place = sys.stderr.isatty()
 
-    def listen(event: Event) -> None:
+    def listen(event: SearchEvent) -> None:
         nonlocal last
         now = time.monotonic()
         if event.kind == "plan":
@@ -309,7 +307,7 @@ def _name(task: Task | None) -> str:
 
 
 def _report(
-    summary: Summary, plan: Sweep, out: Path, target: inputs.Device, title: str, as_json: bool
+    summary: SearchSummary, plan: Sweep, out: Path, target: inputs.Device, title: str, as_json: bool
 ) -> None:
     done = sum(len(o.finished) for o in summary.outcomes)
     if summary.interrupted:
@@ -318,19 +316,19 @@ def _report(
     from kdabench.review import search_plot
 
     written = search_plot.write(
-        summary.outcomes, out, f"{plan.stem}{'.replay' if target.replay else ''}.tune", title
+        summary.outcomes, out, f"{plan.stem}{'.recorded' if target.recorded else ''}.tune", title
     )
     faster = [
         o for o in summary.outcomes if o.verdict is not None and o.verdict.verdict == "faster"
     ]
     if faster:
-        written.append(out / f"{plan.stem}{'.replay' if target.replay else ''}.tuned.toml")
+        written.append(out / f"{plan.stem}{'.recorded' if target.recorded else ''}.tuned.toml")
         written[-1].write_text(_sweep_text(faster, title), encoding="utf-8")
     if as_json:
         console.emit_json(
             {
-                "device": target.choice,
-                "replay": target.replay,
+                "device": str(target.source),
+                "recorded": target.recorded,
                 "storage": summary.storage,
                 "studies": [_study_json(o) for o in summary.outcomes],
                 "written": [str(path) for path in written],
@@ -352,7 +350,7 @@ def _report(
             "verdict",
         )
         console.show_table(headings, rows, right=(1, 2, 3, 4, 6, 7, 8))
-        what = "simulated on recorded samples" if target.replay else "measured"
+        what = "simulated on recorded samples" if target.recorded else "measured"
         console.line(f"{done} trials {what}, in {console.relative(Path(summary.storage))}")
         for path in written:
             console.line(console.relative(path))
@@ -364,7 +362,7 @@ def _report(
         raise typer.Exit(console.FINDING)
 
 
-def _row(outcome: Outcome) -> tuple[object, ...]:
+def _row(outcome: StudyOutcome) -> tuple[object, ...]:
     from optuna.trial import TrialState
 
     v = outcome.verdict
@@ -394,7 +392,7 @@ def _percent(log_ratio: float) -> float:
     return 100 * math.expm1(log_ratio)
 
 
-def _study_json(outcome: Outcome) -> dict[str, Any]:
+def _study_json(outcome: StudyOutcome) -> dict[str, Any]:
     from dataclasses import asdict
 
     from optuna.trial import TrialState
@@ -420,7 +418,7 @@ def _study_json(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _sweep_text(outcomes: Sequence[Outcome], title: str) -> str:
+def _sweep_text(outcomes: Sequence[StudyOutcome], title: str) -> str:
     """A sweep of the winners that beat their default, with the default, in the cells where they
     do."""
     from dataclasses import asdict
@@ -462,7 +460,7 @@ def _compare(
         share,
         lambda f: console.note(f"{f.way}, seed {f.seed}: {100 * f.geomean:.2f} %"),
     )
-    written = search_plot.write_comparison(found, out, f"{stem}.replay", f"{title}\n{text}")
+    written = search_plot.write_comparison(found, out, f"{stem}.recorded", f"{title}\n{text}")
     rows = [_way_row(way, [f for f in found if f.way == way]) for way in WAYS]
     if as_json:
         keys = (

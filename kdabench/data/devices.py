@@ -69,41 +69,67 @@ def load_envs(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 @dataclass(frozen=True)
+class Gpu:
+    """A CUDA device of this machine, by its index. As text what a user gives for it: cuda:1."""
+
+    index: int = 0
+
+    def __str__(self) -> str:
+        return f"cuda:{self.index}"
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What was recorded of a device, a slug, and the folder that it lies in. As text what a user
+    gives for it: recorded:nvidia-h200."""
+
+    device: str
+    folder: Path
+
+    def __str__(self) -> str:
+        return f"recorded:{self.device}"
+
+
+Source = Gpu | Recorded
+"""Where a command takes samples from."""
+
+
+@dataclass(frozen=True)
 class Choice:
     """What `--device` asks for.
 
-    auto     the GPU if there is one, else a replay
-    cuda     the GPU with this `index`
-    replay   recorded measurements of `device`, a slug, or None for the only recorded one
+    auto      the GPU if there is one, else a recorded device
+    cuda      the GPU with this `index`
+    recorded  recorded measurements of `device`, a slug, or None for the only recorded one
     """
 
-    kind: Literal["auto", "cuda", "replay"]
+    kind: Literal["auto", "cuda", "recorded"]
     index: int = 0
     device: str | None = None
 
 
 def parse(text: str) -> Choice:
-    """`auto`, `cuda`, `cuda:1`, `replay` or `replay:nvidia-h200`. Raises DeviceError."""
+    """Read `auto`, `cuda`, `cuda:1`, `recorded` or `recorded:nvidia-h200`. Raises DeviceError."""
     kind, colon, rest = text.partition(":")
     if kind == "auto" and not colon:
         return Choice("auto")
     if kind == "cuda" and (not colon or re.fullmatch(r"[0-9]{1,3}", rest)):
         return Choice("cuda", index=int(rest or 0))
-    if kind == "replay":
-        return Choice("replay", device=_checked(rest) if colon else None)
-    raise DeviceError(f"device: {text!r}: one of auto, cuda, cuda:INDEX, replay, replay:DEVICE")
+    if kind == "recorded":
+        return Choice("recorded", device=_checked(rest) if colon else None)
+    raise DeviceError(f"device: {text!r}: one of auto, cuda, cuda:INDEX, recorded, recorded:DEVICE")
 
 
-def replayed(results_dir: Path, choice: Choice) -> str:
-    """The slug a replay reads. Raises DeviceError if it has no records, or if several could be
-    meant."""
+def recorded_source(results_dir: Path, choice: Choice) -> Recorded:
+    """Find the measurements that a recorded run is on.
+
+    Raises DeviceError if the device has none, or if several could be meant.
+    """
     known = recorded(results_dir)
     if choice.device is not None:
-        return results_folder(results_dir, choice.device).name
+        return Recorded(choice.device, results_folder(results_dir, choice.device))
     if len(known) != 1:
-        listing = ", ".join(f"replay:{name}" for name in known) or f"none in {results_dir}"
+        listing = ", ".join(f"recorded:{name}" for name in known) or f"none in {results_dir}"
         why = "no GPU found; " if choice.kind == "auto" else ""
-        raise DeviceError(
-            f"device: {choice.kind!r}: {why}name the recorded device to replay: {listing}"
-        )
-    return known[0]
+        raise DeviceError(f"device: {choice.kind!r}: {why}name the recorded device: {listing}")
+    return Recorded(known[0], results_dir / known[0])

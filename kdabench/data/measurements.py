@@ -40,7 +40,7 @@ OptionValue = int | str | bool
 
 SCHEMA = 2
 COLD_FACTOR = 3
-"""A replay is cold if the bytes it touches are this many times the L2."""
+"""A graph replay is cold if the bytes it touches are this many times the L2."""
 CONTEXTS: tuple[Context, ...] = ("layer", "isolated", "chain")
 INPUTS: tuple[Inputs, ...] = ("model", "generic")
 STATUSES: tuple[Status, ...] = (
@@ -58,7 +58,7 @@ STATUSES: tuple[Status, ...] = (
 
 
 def l2_state(unique_bytes: int, l2_bytes: int) -> L2:
-    """By the bytes that one replay touches."""
+    """By the bytes that one graph replay touches."""
     return "cold" if unique_bytes >= COLD_FACTOR * l2_bytes else "warm"
 
 
@@ -138,7 +138,7 @@ class Measurement:
                   unstable
     rounds        index of the round of each sample
     sm_clock_mhz, throttled   the GPU's state at each sample; None where it could not be read
-    unique_bytes  bytes touched in one replay: what decides "cold"
+    unique_bytes  bytes touched in one graph replay: what decides "cold"
     bytes_moved   the problem's bytes, shared by all variants
     code          "binary-launch", as `kda_kernels.identity` names what ran; empty if nothing could
     """
@@ -524,7 +524,7 @@ def _without_collector() -> Iterator[None]:
 
 
 def _require_cold(measurement: Measurement, l2_bytes: int | None, path: Path) -> None:
-    """Raises RecordError for a time that is called cold, though one replay of it fits into the
+    """Raises RecordError for a time that is called cold, though one graph replay of it fits into the
     L2."""
     if measurement.status != "ok" or measurement.cell.l2 != "cold" or not isinstance(l2_bytes, int):
         return

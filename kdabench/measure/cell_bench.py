@@ -44,9 +44,9 @@ difference."""
 _MEMORY_BOUND_ROWS = 200
 """Up to so many rows an H200 reads a projection's weights for longer than it computes."""
 _LEAST_HIDDEN = 512
-_MIN_REPLAY_US = 250.0
+_MIN_GRAPH_US = 250.0
 _MEMORY_FRACTION = 0.85
-_DRIFT_REPLAYS = 50
+_DRIFT_LAUNCHES = 50
 _DENORMAL_PART = 0.01
 _SAMPLED_ELEMENTS = 1 << 24
 _RANDOM_FROM = 8
@@ -169,7 +169,7 @@ def copies_for(cell: Cell, l2_bytes: int) -> int:
     the cell asks."""
     problem = cell.problem
     guess_us = 1.3 * problem.floor_us() + 2
-    copies = max(ceil_div(MIN_COPIES, problem.layers), math.ceil(_MIN_REPLAY_US / guess_us))
+    copies = max(ceil_div(MIN_COPIES, problem.layers), math.ceil(_MIN_GRAPH_US / guess_us))
     if cell.l2 == "warm":
         return copies
     per_copy = problem.bytes_moved
@@ -204,96 +204,49 @@ def below_floor(cell: Cell, time_us: float, peak_bytes_per_us: float | None) -> 
 
 @dataclass
 class CellBench:
-    """A cell made ready on the current device.
+    """A cell made ready on the current device, as `make_ready` gives it.
 
-    extra  variants beside those of the kernels' package Raises CandidateError: oom if it doesn't
-    fit in memory, unstable if its inputs are not what they claim to be.
+    extra     variants beside those of the kernels' package
+    copies    of a layer; all that are launched, or one where the cell is warm
+    launches  in a graph
+    pristine  what a checked launch starts from: clones of those parts of the first copy that a
+              launch changes
+    graphs    of the candidates that are captured and checked
     """
 
     cell: Cell
     device: Device
-    weights: WeightCache
     telemetry: Telemetry
-    extra: Variants = field(default_factory=dict)
-    copies: list[Operands] = field(init=False)
-    neighbours: Neighbours | None = field(init=False, default=None)
-    unique_bytes: int = field(init=False)
-    stream: torch.cuda.Stream = field(init=False)
-    graphs: dict[Candidate, Timed] = field(init=False, default_factory=dict)
+    extra: Variants
+    copies: Sequence[Operands]
+    launches: int
+    unique_bytes: int
+    stream: torch.cuda.Stream
+    pristine: Sequence[Tensor]
+    graphs: dict[Candidate, Timed] = field(default_factory=dict)
+    expected: Any = None
 
-    def __post_init__(self) -> None:
-        problem = self.cell.problem
-        count = copies_for(self.cell, self.device.l2_bytes)
-        distinct = 1 if self.cell.l2 == "warm" else count
-        self._require_memory(distinct)
-        self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        seeds = range(1000, 1000 + distinct)
-        if problem.folds_only:
-            self.copies = [make_commit(problem, seed=s, inputs=self.cell.inputs) for s in seeds]
-        else:
-            self.copies = [make_step(problem, seed=s, inputs=self.cell.inputs) for s in seeds]
-        self.launches = count
-        why = improper_inputs(self.copies[0])
-        if why is not None:
-            raise CandidateError("unstable", f"inputs: {why}")
-        self.unique_bytes = unique_bytes(self.cell, distinct)
-        if self.cell.l2 == "cold":
-            assert l2_state(self.unique_bytes, self.device.l2_bytes) == "cold"
-        if self.cell.context == "layer" and not problem.folds_only:
-            self._add_neighbours()
-        # Where checked launches start from: the parts of the first copy that a launch changes.
-        self._pristine = [t.clone() for t in _mutated(self.copies[0])]
-        self._expected: Any = None
+    def before(self, i: int) -> None:
+        """Enqueue what stands before launch i."""
 
-    def _require_memory(self, distinct: int) -> None:
-        problem = self.cell.problem
-        pages = problem.requests * (
-            2 if problem.kind == "commit" else problem.tokens if problem.kind == "spec" else 1
-        )
-        state = pages * problem.heads * problem.page_bytes * problem.layers
-        measurements = problem.items * problem.tokens * 1024 * problem.layers
-        per_copy = state + measurements + problem.rows * problem.pitch * 2
-        # Beside the copies: the first one's pristine clone, and float64 temporaries of the
-        # reference.
-        wide = 8 // problem.state_item_bytes
-        need = per_copy * distinct + state // problem.layers * (1 + 3 * wide)
-        free = (
-            torch.cuda.mem_get_info()[0]
-            + torch.cuda.memory_reserved()
-            - torch.cuda.memory_allocated()
-        )
-        if need > _MEMORY_FRACTION * free:
-            raise CandidateError(
-                "oom", f"{distinct} copies need {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
-            )
+    def after(self, i: int) -> None:
+        """Enqueue what stands after launch i."""
 
-    def _add_neighbours(self) -> None:
-        problem = self.cell.problem
-        into, out_of = self.weights.get(problem)
-        g = torch.Generator("cuda").manual_seed(11)
-        hidden = torch.empty(
-            problem.rows, into.shape[2], dtype=torch.bfloat16, device="cuda"
-        ).normal_(0, 1, generator=g)
-        self.neighbours = Neighbours(hidden, into, out_of, torch.empty_like(hidden))
-
-    def _layers(self) -> Sequence[tuple[int, Operands]]:
-        return [(i, self.copies[i % len(self.copies)]) for i in range(self.launches)]
+    def beside(self) -> list[Tensor]:
+        """Give what is only read by what stands around the launches."""
+        return []
 
     def baseline(self) -> Timed | None:
-        """The neighbours alone, captured; None outside context `layer`."""
-        neighbours = self.neighbours
-        if neighbours is None:
-            return None
+        """Capture what stands around the launches alone; None if nothing does."""
+        return None
 
-        def enqueue(stream: int) -> None:
-            for i, step in self._layers():
-                assert isinstance(step, StepOperands)
-                neighbours.before(i, step)
-                neighbours.after(i, step)
+    def expect(self) -> Any:
+        """Compute what a launch on the first copy must give."""
+        raise NotImplementedError
 
-        with torch.cuda.stream(self.stream):
-            enqueue(self.stream.cuda_stream)
-        return Timed(capture(enqueue, self.stream), self.launches)
+    def verdict(self) -> str | None:
+        """Compare the first copy with what was expected: what is wrong, or None."""
+        raise NotImplementedError
 
     def clock(self, announce: Callable[[Candidate], None], slowed: float) -> GraphClock:
         """Announces each candidate before its replay; rests after throttled rounds below `slowed`
@@ -344,9 +297,7 @@ class CellBench:
         # Modules load, libraries pick their kernels and scratch memory is made before the capture.
         with torch.cuda.stream(self.stream):
             launches[0](self.stream.cuda_stream)
-            if self.neighbours is not None:
-                assert isinstance(self.copies[0], StepOperands)
-                self.neighbours.before(0, self.copies[0])
+            self.before(0)
         torch.cuda.synchronize()
         graph = self._captured(launches, module.KERNELS)
         # What a warm replay does to its one copy was checked nowhere; its first launch is.
@@ -359,14 +310,9 @@ class CellBench:
     ) -> torch.cuda.CUDAGraph:
         def enqueue(stream: int) -> None:
             for i, launch in enumerate(launches):
-                operands = self.copies[i % len(self.copies)]
-                if self.neighbours is not None:
-                    assert isinstance(operands, StepOperands)
-                    self.neighbours.before(i, operands)
+                self.before(i)
                 launch(stream)
-                if self.neighbours is not None:
-                    assert isinstance(operands, StepOperands)
-                    self.neighbours.after(i, operands)
+                self.after(i)
 
         try:
             graph = capture(enqueue, self.stream)
@@ -378,24 +324,21 @@ class CellBench:
         return graph
 
     def _restore(self) -> None:
-        for tensor, kept in zip(_mutated(self.copies[0]), self._pristine, strict=True):
+        for tensor, kept in zip(_mutated(self.copies[0]), self.pristine, strict=True):
             tensor.copy_(kept)
 
     def _check(self, graph: torch.cuda.CUDAGraph) -> None:
-        first = self.copies[0]
         self._restore()
-        if self._expected is None:
-            if self.neighbours is not None:
-                assert isinstance(first, StepOperands)
-                self.neighbours.before(0, first)
-            self._expected = _expect(self.cell, first)
-        compare.poison(first)
+        if self.expected is None:
+            self.before(0)
+            self.expected = self.expect()
+        compare.poison(self.copies[0])
         before = self._sums()
         torch.cuda.synchronize()
         with torch.cuda.stream(self.stream):
             graph.replay()
         torch.cuda.synchronize()
-        why = _verdict(self.cell, first, self._expected)
+        why = self.verdict()
         if why is None and not torch.equal(before, self._sums()):
             why = "changed operands that a step only reads"
         if why is not None:
@@ -408,9 +351,7 @@ class CellBench:
             self.copies[i] for i in sorted({0, min(1, len(self.copies) - 1), len(self.copies) - 1})
         ]
         tensors = [t for operands in some for t in _constant(operands)]
-        if self.neighbours is not None:
-            tensors += [self.neighbours.into, self.neighbours.out_of, self.neighbours.hidden]
-        return torch.stack([bit_sum(t) for t in tensors])
+        return torch.stack([bit_sum(t) for t in [*tensors, *self.beside()]])
 
     def drifted(self, candidates: Sequence[Candidate]) -> dict[Candidate, tuple[Status, str]]:
         """Candidates after whose many replays a state is no number any more, with status and
@@ -427,17 +368,151 @@ class CellBench:
         for candidate in candidates:
             self._restore()
             with torch.cuda.stream(self.stream):
-                for _ in range(_DRIFT_REPLAYS):
+                for _ in range(_DRIFT_LAUNCHES):
                     self.graphs[candidate].graph.replay()
             torch.cuda.synchronize()
             alone = degenerate(self.copies[0])
             if alone is not None:
-                found[candidate] = "wrong", f"after {_DRIFT_REPLAYS} replays: {alone}"
+                found[candidate] = "wrong", f"after {_DRIFT_LAUNCHES} replays: {alone}"
         return found or dict.fromkeys(candidates, ("unstable", f"after timing: {why}"))
 
     def implausible(self, time_us: float) -> str | None:
         """Why a time can't be, being below what the memory's peak rate allows; None if it can."""
         return below_floor(self.cell, time_us, self.device.peak_bytes_per_us)
+
+
+@dataclass
+class CommitBench(CellBench):
+    """A cell of commits or flushes: nothing stands around a launch."""
+
+    copies: Sequence[CommitOperands]
+
+    def expect(self) -> list[Any]:
+        first = self.copies[0]
+        return [reference.commit(first, layer) for layer in _checked_layers(first)]
+
+    def verdict(self) -> str | None:
+        first = self.copies[0]
+        for layer, want in zip(_checked_layers(first), self.expected, strict=True):
+            why = compare.check_commit(first, want, layer)
+            if why is not None:
+                return f"layer {layer}: {why}"
+        return None
+
+
+@dataclass
+class StepBench(CellBench):
+    """A cell of steps; neighbours: None outside context `layer`."""
+
+    copies: Sequence[StepOperands]
+    neighbours: Neighbours | None = None
+
+    def before(self, i: int) -> None:
+        if self.neighbours is not None:
+            self.neighbours.before(i, self.copies[i % len(self.copies)])
+
+    def after(self, i: int) -> None:
+        if self.neighbours is not None:
+            self.neighbours.after(i, self.copies[i % len(self.copies)])
+
+    def beside(self) -> list[Tensor]:
+        around = self.neighbours
+        return [] if around is None else [around.into, around.out_of, around.hidden]
+
+    def baseline(self) -> Timed | None:
+        if self.neighbours is None:
+            return None
+
+        def enqueue(stream: int) -> None:
+            for i in range(self.launches):
+                self.before(i)
+                self.after(i)
+
+        with torch.cuda.stream(self.stream):
+            enqueue(self.stream.cuda_stream)
+        return Timed(capture(enqueue, self.stream), self.launches)
+
+    def expect(self) -> Any:
+        return reference.step(self.cell.problem, self.copies[0])
+
+    def verdict(self) -> str | None:
+        return compare.check_step(self.cell.problem, self.copies[0], self.expected)
+
+
+def make_ready(
+    cell: Cell,
+    device: Device,
+    weights: WeightCache,
+    telemetry: Telemetry,
+    extra: Variants | None = None,
+) -> CellBench:
+    """Make the operands of a cell, from the same seeds each time, and what stands around them.
+
+    extra  variants beside those of the kernels' package
+
+    Raises CandidateError: oom if it doesn't fit in memory, unstable if its inputs are not what they
+    claim to be.
+    """
+    problem, launches = cell.problem, copies_for(cell, device.l2_bytes)
+    distinct = 1 if cell.l2 == "warm" else launches
+    _require_memory(problem, distinct)
+    common: dict[str, Any] = {
+        "cell": cell,
+        "device": device,
+        "telemetry": telemetry,
+        "extra": extra or {},
+        "launches": launches,
+        "unique_bytes": unique_bytes(cell, distinct),
+        "stream": torch.cuda.Stream(),  # type: ignore[no-untyped-call]
+    }
+    if cell.l2 == "cold":
+        assert l2_state(common["unique_bytes"], device.l2_bytes) == "cold"
+    seeds = range(1000, 1000 + distinct)
+    if problem.folds_only:
+        commits = [make_commit(problem, seed=s, inputs=cell.inputs) for s in seeds]
+        return CommitBench(copies=commits, pristine=_pristine(commits[0]), **common)
+    steps = [make_step(problem, seed=s, inputs=cell.inputs) for s in seeds]
+    pristine = _pristine(steps[0])
+    neighbours = _neighbours(problem, weights) if cell.context == "layer" else None
+    return StepBench(copies=steps, pristine=pristine, neighbours=neighbours, **common)
+
+
+def _pristine(first: Operands) -> list[Tensor]:
+    """Clones of what a launch on the first copy changes. Raises CandidateError if its inputs are
+    improper."""
+    why = improper_inputs(first)
+    if why is not None:
+        raise CandidateError("unstable", f"inputs: {why}")
+    return [t.clone() for t in _mutated(first)]
+
+
+def _require_memory(problem: Problem, distinct: int) -> None:
+    """Raise CandidateError, oom, if so many distinct copies don't fit."""
+    pages = problem.requests * (
+        2 if problem.kind == "commit" else problem.tokens if problem.kind == "spec" else 1
+    )
+    state = pages * problem.heads * problem.page_bytes * problem.layers
+    measurements = problem.items * problem.tokens * 1024 * problem.layers
+    per_copy = state + measurements + problem.rows * problem.pitch * 2
+    # Beside the copies: the first one's pristine clone, and float64 temporaries of the reference.
+    wide = 8 // problem.state_item_bytes
+    need = per_copy * distinct + state // problem.layers * (1 + 3 * wide)
+    free = (
+        torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    )
+    if need > _MEMORY_FRACTION * free:
+        raise CandidateError(
+            "oom", f"{distinct} copies need {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
+        )
+
+
+def _neighbours(problem: Problem, weights: WeightCache) -> Neighbours:
+    into, out_of = weights.get(problem)
+    g = torch.Generator("cuda").manual_seed(11)
+    hidden = torch.empty(problem.rows, into.shape[2], dtype=torch.bfloat16, device="cuda").normal_(
+        0, 1, generator=g
+    )
+    return Neighbours(hidden, into, out_of, torch.empty_like(hidden))
 
 
 def improper_inputs(operands: Operands) -> str | None:
@@ -524,22 +599,6 @@ def _mutated(operands: Operands) -> list[Tensor]:
 
 def _checked_layers(operands: CommitOperands) -> list[int]:
     return sorted({0, len(operands.states) - 1})
-
-
-def _expect(cell: Cell, operands: Operands) -> Any:
-    if isinstance(operands, CommitOperands):
-        return [reference.commit(operands, layer) for layer in _checked_layers(operands)]
-    return reference.step(cell.problem, operands)
-
-
-def _verdict(cell: Cell, operands: Operands, expected: Any) -> str | None:
-    if isinstance(operands, CommitOperands):
-        for layer, want in zip(_checked_layers(operands), expected, strict=True):
-            why = compare.check_commit(operands, want, layer)
-            if why is not None:
-                return f"layer {layer}: {why}"
-        return None
-    return compare.check_step(cell.problem, operands, expected)
 
 
 def _first_line(reason: BaseException) -> str:

@@ -1,8 +1,8 @@
 """Clocks: what turns one run of a candidate into a time. The measuring core takes one as an
 argument.
 
-On a GPU the clock times CUDA graph replays by events (kdabench.graphs); here stand the pieces that
-need no GPU.
+On a GPU the clock times graph replays by events (cuda_graphs.py); here stand the pieces that need no
+GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Reading:
 
 
 class ExhaustedError(Exception):
-    """A replayed clock has no further recorded sample of a candidate."""
+    """There is no further sample of a candidate; the message says why."""
 
 
 class Clock(Protocol):
@@ -41,10 +41,7 @@ class Clock(Protocol):
         """One sample. Raises ExhaustedError if there can be no more."""
 
 
-EXHAUSTED = "no recorded sample of round"
-
-
-class ReplayedClock:
+class RecordedClock:
     """Gives back the recorded samples of one (cell, process), round by round, in the order they
     were taken."""
 
@@ -67,7 +64,7 @@ class ReplayedClock:
         readings = self._by_round.get(candidate, {}).get(self._round, [])
         place = self._given.get(candidate, 0)
         if place >= len(readings):
-            raise ExhaustedError(f"{candidate} has {EXHAUSTED} {self._round}")
+            raise ExhaustedError(f"{candidate} has no recorded sample of round {self._round}")
         self._given[candidate] = place + 1
         return readings[place]
 
@@ -77,9 +74,12 @@ def rotation(
 ) -> list[Callable[..., Any]]:
     """`launches` calls of `step(operands, ...)`, each bound to the next of `copies` in turn.
 
-    layers  independent layers that each of the copies consists of What takes no operands always
-    finds its data where it left them, so it can't be timed cold. Raises ValueError for such a step,
-    for fewer than MIN_COPIES layers in all, and for a copy that is there twice.
+    layers  independent layers that each of the copies consists of
+
+    What takes no operands always
+    finds its data where it left them, so it can't be timed cold.
+
+    Raises ValueError for such a step, for fewer than MIN_COPIES layers in all, and for a copy that is there twice.
     """
     try:
         inspect.signature(step).bind_partial(object())

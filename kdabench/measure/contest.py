@@ -20,7 +20,8 @@ from kdabench.data.measurements import Candidate, Measurement
 from kdabench.measure.clock import Clock, ExhaustedError, Reading
 
 Round = Sequence[tuple[Candidate, Reading]]
-Interval = tuple[float, float]
+LogInterval = tuple[float, float]
+"""Ends of a confidence interval of a log ratio."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,22 @@ class Plan:
             )
 
 
+@dataclass(frozen=True)
+class Left:
+    """Why a candidate left the rounds of a contest.
+
+    why   hopeless: far slower than the best at once; settled: slower beyond doubt; exhausted: there
+          is no further sample; impossible: a sample can't be
+    text  the same for a reader, with figures
+    """
+
+    why: Literal["hopeless", "settled", "exhausted", "impossible"]
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
 @dataclass
 class Contest:
     """Samples that count, by candidate and in order, and why candidates left the rounds.
@@ -72,9 +89,16 @@ class Contest:
     samples: dict[Candidate, list[float]] = field(default_factory=dict)
     rounds: dict[Candidate, list[int]] = field(default_factory=dict)
     cycles: dict[Candidate, list[float]] = field(default_factory=dict)
-    left: dict[Candidate, str] = field(default_factory=dict)
+    left: dict[Candidate, Left] = field(default_factory=dict)
     sentinel: Candidate | None = None
     unstable: str | None = None
+
+    @classmethod
+    def of(cls, candidates: Sequence[Candidate]) -> Contest:
+        """A contest before its first round."""
+        return cls(
+            {c: [] for c in candidates}, {c: [] for c in candidates}, {c: [] for c in candidates}
+        )
 
     def time_us(self, candidate: Candidate) -> float:
         return median(self.samples[candidate])
@@ -94,7 +118,7 @@ class Contest:
             self.cycles[candidate].append(reading.time_us * (reading.sm_clock_mhz or math.nan))
 
 
-def _interval(ratios: Sequence[float], z: float) -> Interval:
+def _interval(ratios: Sequence[float], z: float) -> LogInterval:
     if len(ratios) < 2:
         return -math.inf, math.inf
     center, half = (
@@ -110,7 +134,7 @@ def student(z: float, degrees: int) -> float:
     normal one.
 
     With five rounds, 2.6 of the standard errors that they themselves give are too few: 4.7 are
-    meant.
+    meant. Not scipy's, whose import takes longer than a worker may need to start.
     """
     wanted, low, high = NormalDist().cdf(z), 0.0, 1.0
     while _student_cdf(high, degrees) < wanted:
@@ -156,7 +180,7 @@ def _log_ratios(
 
 def log_ratio_interval(
     contest: Contest, candidate: Candidate, best: Candidate, z: float
-) -> Interval:
+) -> LogInterval:
     """Confidence interval of log(time of candidate / time of best), paired by round."""
     return _interval(_log_ratios(contest, contest.samples, candidate, best), z)
 
@@ -200,9 +224,7 @@ def run_contest(
     full_clock_mhz  SM clock of the GPU when nothing slows it; None: the highest one seen
     on_round        gets each round as soon as it is complete, repeated ones too
     """
-    contest = Contest(
-        {c: [] for c in candidates}, {c: [] for c in candidates}, {c: [] for c in candidates}
-    )
+    contest = Contest.of(candidates)
     clock = _Resumed(clock, history or {}, first_round)
     throttle = _Throttle(plan, full_clock_mhz)
     active = list(candidates)
@@ -247,10 +269,11 @@ def _read(
             reading = clock.read(candidate)
         except ExhaustedError as reason:
             if candidate not in read:  # of the sentinel the second sample may be missing
-                contest.left[candidate] = str(reason)
+                contest.left[candidate] = Left("exhausted", str(reason))
             continue
         if not 0 < reading.time_us < math.inf:
-            contest.left[candidate] = f"impossible sample: {reading.time_us} us"
+            text = f"impossible sample: {reading.time_us} us"
+            contest.left[candidate] = Left("impossible", text)
             continue
         read.add(candidate)
         yield candidate, reading
@@ -331,16 +354,16 @@ def _still_open(contest: Contest, active: list[Candidate], plan: Plan) -> list[C
     for candidate in active:
         rounds = len(set(contest.rounds[candidate]))
         if timed[candidate] > plan.hopeless * timed[best] > 0:
-            contest.left[candidate] = (
-                f"hopeless: over {plan.hopeless:g}x the best after {rounds} rounds"
-            )
+            text = f"hopeless: over {plan.hopeless:g}x the best after {rounds} rounds"
+            contest.left[candidate] = Left("hopeless", text)
             continue
         if rounds < plan.min_rounds:
             settled = False
         elif candidate is not best:
             low, high = log_ratio_interval(contest, candidate, best, plan.z)
             if low > plan.tie and _slower_in_cycles(contest, candidate, best, plan.z):
-                contest.left[candidate] = f"settled: slower than the best after {rounds} rounds"
+                text = f"settled: slower than the best after {rounds} rounds"
+                contest.left[candidate] = Left("settled", text)
                 continue
             settled &= -plan.tie < low and high < plan.tie
         stay.append(candidate)

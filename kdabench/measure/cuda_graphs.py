@@ -12,6 +12,7 @@ import torch
 
 from kdabench.data.measurements import Candidate
 from kdabench.measure.clock import ExhaustedError, Reading
+from kdabench.measure.ranges import span
 from kdabench.measure.telemetry import Telemetry
 
 _SUBMIT_CYCLES = (
@@ -51,7 +52,10 @@ def capture(enqueue: Callable[[int], None], stream: torch.cuda.Stream) -> torch.
     stream.wait_stream(torch.cuda.current_stream())
     torch.cuda.synchronize()
     try:
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        with (
+            span("capture"),
+            torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+        ):
             enqueue(stream.cuda_stream)
         graph.instantiate()
     except (RuntimeError, torch.AcceleratorError) as reason:
@@ -143,7 +147,7 @@ class GraphClock:
         self._announce(candidate)
         timed = self._graphs[candidate]
         for _ in range(_TRIES):
-            time_us = self._replay_us(timed) / timed.launches
+            time_us = self._graph_us(timed) / timed.launches
             if time_us > 0:
                 state = self._telemetry.state()
                 self._slowed |= bool(
@@ -152,7 +156,7 @@ class GraphClock:
                 return Reading(time_us, state.sm_clock_mhz, state.throttled)
         raise ExhaustedError(f"the baseline's noise exceeds the step: {time_us:.3f} us")
 
-    def _replay_us(self, timed: Timed) -> float:
+    def _graph_us(self, timed: Timed) -> float:
         around = [] if self._baseline is None else [self._baseline]
         with torch.cuda.stream(self._stream):
             # Keeps the GPU busy while the host submits the first graph, so that submission is not

@@ -7,11 +7,9 @@ process ends, however it ends.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
-import socket
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +33,8 @@ from kdabench.data.measurements import (
     write_atomic,
 )
 from kdabench.measure import clock
+from kdabench.measure.errors import JournalError
+from kdabench.measure.locks import hold
 
 Reading = tuple[Candidate, float, int | None, bool | None]
 """Candidate, microseconds per launch, SM clock in MHz, throttled; None where the GPU did not
@@ -68,14 +68,6 @@ _LATER = (
 """Tables that journals of this layout may lack: what they hold is not needed to read one."""
 
 
-class JournalError(Exception):
-    """A journal that can't be used or written. One line: file and reason."""
-
-
-class JournalBusy(JournalError):  # noqa: N818  it names a state, not a mistake
-    """Another process writes this journal; the message says which."""
-
-
 @dataclass(frozen=True)
 class Progress:
     """done and partial count (cell, process) pairs; statuses counts outcomes."""
@@ -96,30 +88,6 @@ def _one_line(path: Path) -> Iterator[None]:
         raise JournalError(f"{path}: {reason}") from error
 
 
-def hold(path: Path, what: str = "written") -> int:
-    """An exclusive lock on `<path>.lock`, held until the returned descriptor is closed or the
-    process ends.
-
-    Raises JournalBusy naming the holder, and that it is being `what`.
-    """
-    descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-    except BlockingIOError:
-        holder = (
-            os.pread(descriptor, 300, 0).decode(errors="replace").strip()
-            or "a process that is just starting"
-        )
-        os.close(descriptor)
-        raise JournalBusy(f"{path}: is being {what} by {holder}") from None
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
 class Journal:
     """See the module. Make one with `open` (to write) or `read`; both are context managers.
 
@@ -133,9 +101,11 @@ class Journal:
         self._lock = lock
 
     @classmethod
-    def open(cls, path: Path, sweep_digest: str, question: str, *, replay: bool = False) -> Journal:
-        """The journal of a sweep, new or as it was left. `replay` marks one that is fed from
-        recorded samples.
+    def open(
+        cls, path: Path, sweep_digest: str, question: str, *, recorded: bool = False
+    ) -> Journal:
+        """The journal of a sweep, new or as it was left. `recorded` marks one of a recorded
+        run.
 
         Raises JournalBusy if another process writes it, JournalError if it belongs to another
         sweep.
@@ -152,7 +122,7 @@ class Journal:
             try:
                 connection.execute("PRAGMA journal_mode=WAL")
                 connection.execute("PRAGMA synchronous=FULL")
-                journal._begin(sweep_digest, question, replay)
+                journal._begin(sweep_digest, question, recorded)
             except BaseException:
                 journal.close()
                 raise
@@ -196,7 +166,7 @@ class Journal:
                 os.close(self._lock)
                 self._lock = None
 
-    def _begin(self, sweep_digest: str, question: str, replay: bool) -> None:
+    def _begin(self, sweep_digest: str, question: str, recorded: bool) -> None:
         with self._transaction():
             tables = self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
             if not tables:
@@ -205,7 +175,7 @@ class Journal:
                 meta = {
                     "schema": _SCHEMA_VERSION,
                     "sweep": sweep_digest,
-                    "replay": str(int(replay)),
+                    "recorded": str(int(recorded)),
                 }
                 self._db.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
             self._check_version()
@@ -214,9 +184,9 @@ class Journal:
                     f"{self.path}: belongs to another sweep or another version of it ({self.sweep_digest}, this one is "
                     f"{sweep_digest}): move it away, or give another output folder"
                 )
-            if self.replay != replay:
+            if self.recorded != recorded:
                 raise JournalError(
-                    f"{self.path}: {'is' if self.replay else 'is not'} a replay: use another journal"
+                    f"{self.path}: {'is' if self.recorded else 'is not'} a recorded run: use another journal"
                 )
             self._db.execute("INSERT OR REPLACE INTO meta VALUES ('question', ?)", (question,))
             for statement in _LATER:
@@ -247,9 +217,9 @@ class Journal:
         return self._meta("question")
 
     @property
-    def replay(self) -> bool:
-        """Whether this journal holds recorded samples, not a measurement."""
-        return self._meta("replay") == "1"
+    def recorded(self) -> bool:
+        """Whether this journal is of a recorded run, not of a measurement."""
+        return self._meta("recorded") == "1"
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -611,11 +581,13 @@ def export(journal: Journal, results_dir: Path, device_slug: str, stem: str) -> 
     """Writes the records to `results_dir/<device_slug>/<stem>.jsonl`, the environments to its
     env.json.
 
-    Raises JournalError for a replay, for environments that must not stand beside those already
+    Raises JournalError for a recorded run, for environments that must not stand beside those already
     there, and if a file can't be written; files are replaced whole or not at all.
     """
-    if journal.replay:
-        raise JournalError(f"{journal.path}: is a replay; it is never exported as a measurement")
+    if journal.recorded:
+        raise JournalError(
+            f"{journal.path}: is a recorded run; it is never exported as a measurement"
+        )
     measurements = journal.measurements()
     for measurement in measurements:
         if measurement.status == "ok" and not measurement.samples_us:
@@ -654,7 +626,7 @@ def merge(paths: Sequence[Path], out: Path) -> None:
     question = ""
     for path in paths:
         with closing(Journal.read(path)) as journal:
-            about.add((journal.sweep_digest, journal.replay))
+            about.add((journal.sweep_digest, journal.recorded))
             question = journal.question
             envs |= journal.envs()
             for share, rows in journal._shares().items():
@@ -669,9 +641,9 @@ def merge(paths: Sequence[Path], out: Path) -> None:
     except ValueError as error:
         raise JournalError(f"{', '.join(map(str, paths))}: {error}") from None
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    ((digest, replay),) = about
+    ((digest, recorded),) = about
     try:
-        with Journal.open(temporary, digest, question, replay=replay) as merged:
+        with Journal.open(temporary, digest, question, recorded=recorded) as merged:
             for env in envs.values():
                 merged.add_env(env)
             for (key, process), rows in sorted(shares.items()):

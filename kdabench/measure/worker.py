@@ -10,83 +10,19 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from kdabench.data.measurements import Candidate, Cell, Status
-from kdabench.measure.clock import Reading
-from kdabench.measure.contest import Plan
+from kdabench.measure.contest import Contest, Left, run_contest
+from kdabench.measure.messages import Began, CellDone, Job, Outcome, Ready, RoundDone
+from kdabench.measure.ranges import span
 
 if TYPE_CHECKING:
     from kdabench.measure import cell_bench
     from kdabench.measure.telemetry import Telemetry
-
-Phase = Literal["start", "cell", "compile", "check", "measure"]
-
-
-@dataclass(frozen=True)
-class Job:
-    """One cell to measure in this process. `history` holds (round, reading) of an interrupted
-    attempt."""
-
-    cell: Cell
-    candidates: tuple[Candidate, ...]
-    plan: Plan
-    history: Mapping[Candidate, Sequence[tuple[int, Reading]]] = field(default_factory=dict)
-    first_round: int = 0
-
-
-@dataclass(frozen=True)
-class Ready:
-    """The worker is up; `env` describes device, driver and libraries."""
-
-    env: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Began:
-    """A phase was entered, of one candidate where that applies."""
-
-    phase: Phase
-    candidate: Candidate | None = None
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a candidate. `info` holds facts off the clock, such as seconds of
-    compilation."""
-
-    candidate: Candidate
-    status: Status
-    reason: str | None
-    unique_bytes: int
-    bytes_moved: int
-    code: str
-    info: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class RoundDone:
-    """A complete round, readings in the order taken; `gpu` is the state of the GPU as it began."""
-
-    index: int
-    readings: tuple[tuple[Candidate, Reading], ...]
-    gpu: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class CellDone:
-    """The cell is finished; `sticky` asks for a new worker because this one's CUDA context is
-    lost."""
-
-    sticky: bool = False
-
-
-Message = Ready | Began | Outcome | RoundDone | CellDone
 
 
 def main(pipe: Connection, device_index: int) -> None:
@@ -130,23 +66,11 @@ def _serve(pipe: Connection, device_index: int, extra: Mapping[str, ModuleType])
             break
         if job is None:
             break
-        with _range(job.cell.key):
-            sticky = _CellRun(pipe, job, bench_of).run()
-        pipe.send(CellDone(sticky))
-        if sticky:
+        with span(job.cell.key):
+            done = _CellRun(pipe, job, bench_of).run()
+        pipe.send(done)
+        if done.sticky:
             break
-
-
-@contextmanager
-def _range(name: str) -> Iterator[None]:
-    """A range on a profiler's timeline."""
-    import torch
-
-    torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
 
 class _Benches:
@@ -181,7 +105,7 @@ class _Benches:
         from kdabench.measure import cell_bench
 
         torch.cuda.empty_cache()
-        return cell_bench.CellBench(cell, self.device, self.weights, self.telemetry, self.extra)
+        return cell_bench.make_ready(cell, self.device, self.weights, self.telemetry, self.extra)
 
     def fresh_after_damage(self, cell: Cell) -> cell_bench.CellBench:
         """The same where a kernel may have written anywhere."""
@@ -203,9 +127,11 @@ class _CellRun:
         self._compile_s: dict[Candidate, float] = {}
         self._open = list(job.candidates)
         self._cleared = set[Candidate]()
+        self._left: Mapping[Candidate, Left] = {}
 
-    def run(self) -> bool:
-        """Measure the cell. True if the CUDA context is lost."""
+    def run(self) -> CellDone:
+        """Measure the cell, telling the outcome of each candidate; if the CUDA context is lost, of
+        those that had one by then."""
         import torch
 
         from kdabench.measure import cell_bench
@@ -219,14 +145,14 @@ class _CellRun:
                 ready = self._settle(damaged)
             self._measure(ready)
         except _LostContextError:
-            return True
+            return CellDone(sticky=True)
         except cell_bench.CandidateError as reason:
             self._fail_all(reason.status, reason.reason)
         except CaptureFailedError as reason:  # of the neighbours alone
             self._fail_all("capture_failed", str(reason))
         except torch.OutOfMemoryError as reason:
             self._fail_all("oom", _line(reason))
-        return False
+        return CellDone(left=self._left)
 
     def _outcome(
         self, candidate: Candidate, status: Status, reason: str | None, unique_bytes: int = 0
@@ -274,13 +200,13 @@ class _CellRun:
         from kdabench.measure import cell_bench
 
         try:
-            with _range(f"compile {candidate}"):
+            with span(f"compile {candidate}"):
                 self._pipe.send(Began("compile", candidate))
                 begin = time.perf_counter()
                 if candidate not in self._compiled:
                     self._compiled[candidate] = ready.compile(candidate)
                     self._compile_s[candidate] = round(time.perf_counter() - begin, 3)
-            with _range(f"check {candidate}"):
+            with span(f"check {candidate}"):
                 self._pipe.send(Began("check", candidate))
                 ready.prepare(candidate, *self._compiled[candidate])
         except cell_bench.CandidateError as reason:
@@ -309,16 +235,34 @@ class _CellRun:
         return self._benches.fresh_after_damage(self._cell)
 
     def _measure(self, ready: cell_bench.CellBench) -> None:
-        """The rounds, and the outcome of every candidate that was ready for them."""
-        import torch
-
-        from kdabench.measure.contest import run_contest
-
-        job = self._job
+        """The rounds, and the outcome of every candidate that was ready for them. Raises
+        _LostContextError, the outcome being told."""
         entrants = sorted(ready.graphs, key=str)
         if not entrants:
             return
-        current = entrants[0]
+        contest, drifted = self._rounds(ready, entrants)
+        self._left = contest.left
+        for candidate in entrants:
+            left = contest.left.get(candidate)
+            if candidate in drifted:
+                status, why = drifted[candidate]
+                self._outcome(candidate, status, why)
+            elif contest.unstable is not None or candidate not in contest.samples:
+                why = contest.unstable or (str(left) if left else "no sample")
+                self._outcome(candidate, "unstable", why, ready.unique_bytes)
+            elif (floor := ready.implausible(contest.time_us(candidate))) is not None:
+                self._outcome(candidate, "implausible", floor, ready.unique_bytes)
+            else:
+                reason = None if left is None else str(left)
+                self._outcome(candidate, "ok", reason, ready.unique_bytes)
+
+    def _rounds(
+        self, ready: cell_bench.CellBench, entrants: list[Candidate]
+    ) -> tuple[Contest, dict[Candidate, tuple[Status, str]]]:
+        """The contest, and the candidates whose states drifted away in it."""
+        import torch
+
+        job, current = self._job, entrants[0]
 
         def announce(candidate: Candidate) -> None:
             nonlocal current
@@ -328,7 +272,7 @@ class _CellRun:
         self._pipe.send(Began("measure"))
         clock = ready.clock(announce, job.plan.slowed)
         try:
-            with _range("rounds"):
+            with span("rounds"):
                 contest = run_contest(
                     entrants,
                     clock,
@@ -340,24 +284,12 @@ class _CellRun:
                         RoundDone(index, tuple(readings), clock.round_state)
                     ),
                 )
-            drifted = ready.drifted(list(contest.samples))
+            return contest, ready.drifted(list(contest.samples))
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as reason:
             self._outcome(current, "fault", _line(reason))
             raise _LostContextError from reason
-        for candidate in entrants:
-            left = contest.left.get(candidate)
-            if candidate in drifted:
-                status, why = drifted[candidate]
-                self._outcome(candidate, status, why)
-            elif contest.unstable is not None or candidate not in contest.samples:
-                why = contest.unstable or left or "no sample"
-                self._outcome(candidate, "unstable", why, ready.unique_bytes)
-            elif (floor := ready.implausible(contest.time_us(candidate))) is not None:
-                self._outcome(candidate, "implausible", floor, ready.unique_bytes)
-            else:
-                self._outcome(candidate, "ok", left, ready.unique_bytes)
 
 
 def _context_works() -> bool:

@@ -22,10 +22,10 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 from kdabench.data.measurements import Status
-from kdabench.measure import worker
+from kdabench.measure.messages import Began, Job, Message, Phase, Ready
 
 WorkerMain = Callable[[Connection, int], None]
-LIMITS_S: dict[worker.Phase, float] = {
+LIMITS_S: dict[Phase, float] = {
     "start": 120,
     "cell": 120,
     "compile": 180,
@@ -45,7 +45,7 @@ class WorkerLostError(Exception):
     """The worker died or hung: `status` and `reason` for whatever it was doing, as it announced in
     `began`."""
 
-    def __init__(self, status: Status, reason: str, began: worker.Began) -> None:
+    def __init__(self, status: Status, reason: str, began: Began) -> None:
         super().__init__(reason)
         self.status: Status = status
         self.reason = reason
@@ -71,10 +71,10 @@ class Worker:
         theirs.close()
         their_log.close()
         self._tail = _Tail(log)
-        self._inbox: queue.SimpleQueue[worker.Message | _Gone] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Message | _Gone] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._listen, daemon=True)]
         self._threads[0].start()
-        self._began = worker.Began("start")
+        self._began = Began("start")
         self._late = late
         self.env: Mapping[str, object] = {}
 
@@ -83,7 +83,7 @@ class Worker:
         doesn't come up."""
         try:
             message = self.receive()
-            while not isinstance(message, worker.Ready):
+            while not isinstance(message, Ready):
                 message = self.receive()
         except BaseException:
             self.close()
@@ -104,12 +104,12 @@ class Worker:
                 return
             self._inbox.put(message)
 
-    def send(self, job: worker.Job) -> None:
+    def send(self, job: Job) -> None:
         """Hand over a job. One that isn't taken shows as silence."""
-        self._began = worker.Began("cell")
+        self._began = Began("cell")
         self._send(job)
 
-    def _send(self, job: worker.Job | None) -> None:
+    def _send(self, job: Job | None) -> None:
         def write() -> None:
             with suppress(OSError, ValueError):
                 self._pipe.send(job)
@@ -117,17 +117,17 @@ class Worker:
         self._threads.append(threading.Thread(target=write, daemon=True))
         self._threads[-1].start()
 
-    def receive(self) -> worker.Message:
+    def receive(self) -> Message:
         """The next message. Raises WorkerLostError if the worker dies or is silent beyond its
         phase's limit."""
         message = self._next(LIMITS_S[self._began.phase])
         if isinstance(message, _Gone):
             raise WorkerLostError("fault", self._epitaph(message), self._began)
-        if isinstance(message, worker.Began):
+        if isinstance(message, Began):
             self._began = message
         return message
 
-    def _next(self, limit: float) -> worker.Message | _Gone:
+    def _next(self, limit: float) -> Message | _Gone:
         end = time.monotonic() + limit
         late = end - min(limit / 2, _WORKER_START_S)
         while True:

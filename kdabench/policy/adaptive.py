@@ -306,6 +306,11 @@ class Course:
         self._sms: int | None = None
 
     @property
+    def cells(self) -> tuple[Cell, ...]:
+        """All cells that it chooses among."""
+        return self._cells
+
+    @property
     def total(self) -> int:
         """(cell, process) pairs in all: the most there may be, until the cells are chosen."""
         chosen = self._chosen
@@ -322,7 +327,7 @@ class Course:
     ) -> None:
         """What one process found in a cell, on a device with so many SMs (None: unknown).
 
-        No outcomes at all: a replay that lacks the cell.
+        No outcomes at all: a recorded run that lacks the cell.
         """
         self._told[cell][process] = list(outcomes)
         self._doubts = {key: doubt for key, doubt in self._doubts.items() if key[0] != cell}

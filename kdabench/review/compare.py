@@ -46,13 +46,13 @@ _CONTROL_CELLS = 5  # fewer unchanged cells don't tell a session's shift from th
 
 @dataclass(frozen=True)
 class Side:
-    """What is compared. ranked: of its policy module, or None. replay: not a measurement of its
+    """What is compared. ranked: of its policy module, or None. recorded: not a measurement of its
     own."""
 
     name: str
     measurements: Sequence[Measurement]
     envs: Mapping[str, Mapping[str, Any]]
-    replay: bool = False
+    recorded: bool = False
     ranked: Ranked | None = None
 
 
@@ -584,8 +584,8 @@ def _final(row: Row, found: bool) -> Row:
 
 def _sides_notes(a: Side, b: Side, differing: Iterable[str]) -> Iterator[str]:
     for name, side in (("A", a), ("B", b)):
-        if side.replay:
-            yield f"{name} is a replay of recorded measurements, not a measurement"
+        if side.recorded:
+            yield f"{name} is a recorded run, not a measurement"
     yield from differing
 
 

@@ -110,7 +110,7 @@ def write_plots(
     device: str,
     sms: int | None,
     policy: ModuleType | None,
-    replay: bool,
+    recorded: bool,
     held: Collection[str] = (),
 ) -> list[Path]:
     """Write an SVG and a PNG per question, and return their paths.
@@ -119,7 +119,7 @@ def write_plots(
     sms      multiprocessors of the device, for the wave boundaries
     policy   a generated policy module, for ribbon, thresholds and regret; without it the ribbon
              shows the fastest
-    replay   whether the records were replayed, not measured here: the title says so
+    recorded  whether nothing was measured here: the title says that it is a recorded run
     held     variants that the policy may not pick: the line below the title names them
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -130,7 +130,7 @@ def write_plots(
             if policy is not None and question.kind in FITTED_KINDS and question.context == "layer":
                 ranked = policy.ranked
             figure = draw(
-                question, group, device=device, sms=sms, ranked=ranked, replay=replay, held=held
+                question, group, device=device, sms=sms, ranked=ranked, recorded=recorded, held=held
             )
             for suffix, metadata in ((".svg", {"Date": None}), (".png", {"Software": None})):
                 path = folder / f"{question.stem}{suffix}"
@@ -158,7 +158,7 @@ def draw(
     device: str,
     sms: int | None,
     ranked: Ranked | None,
-    replay: bool,
+    recorded: bool,
     held: Collection[str] = (),
 ) -> Figure:
     """The figure of one question."""
@@ -205,7 +205,7 @@ def draw(
             )
             drawn.draw(limits, panel * 72, first=column == 0)
             drawn.distance.set_ylim(-0.05 * highest, 1.4 * highest)
-        title = question.title + ("  (replay of recorded measurements)" if replay else "")
+        title = question.title + ("  (recorded run)" if recorded else "")
         left = _MARGINS["left"] / width
         figure.text(left, 1 - 0.15 / height, title, fontsize=11, fontweight="bold", va="top")
         below = f"{device}, {question.circumstances}"

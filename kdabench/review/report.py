@@ -59,7 +59,7 @@ class Subject:
     """
 
     device: str
-    replay: bool
+    recorded: bool
     measured: Sequence[Measured]
     envs: Mapping[str, Mapping[str, Any]]
     fitted: Fitted | str

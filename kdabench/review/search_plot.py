@@ -13,7 +13,7 @@ from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.trial import TrialState
 
 from kdabench.review.plot import _style
-from kdabench.tune.search import Outcome
+from kdabench.tune.search import StudyOutcome
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,10 +33,10 @@ _DASHES: tuple[Any, ...] = (
 )
 
 
-def write(outcomes: Sequence[Outcome], folder: Path, stem: str, title: str) -> list[Path]:
+def write(outcomes: Sequence[StudyOutcome], folder: Path, stem: str, title: str) -> list[Path]:
     """best.svg and importance.svg of a search, and the same as PNG; a panel per variant. Returns
     the files."""
-    by_variant: dict[str, list[Outcome]] = {}
+    by_variant: dict[str, list[StudyOutcome]] = {}
     for outcome in outcomes:
         if outcome.best is not None:
             by_variant.setdefault(outcome.task.space.variant, []).append(outcome)
@@ -74,7 +74,7 @@ def _save(panels: Mapping[str, Any], draw: Any, path: Path, title: str) -> list[
     return written
 
 
-def _best(axes: Axes, outcomes: Sequence[Outcome]) -> None:
+def _best(axes: Axes, outcomes: Sequence[StudyOutcome]) -> None:
     """A thin line per cell, and their median."""
     curves = [
         [100 * (v / path[-1] - 1) for v in path] for o in outcomes if (path := o.best_so_far())
@@ -114,7 +114,7 @@ def _axes(axes: Axes, x: str, y: str) -> None:
     axes.legend(frameon=False, fontsize=7)
 
 
-def importances(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
+def importances(outcomes: Sequence[StudyOutcome]) -> dict[str, list[float]]:
     """By option its part of what the options decide, in each study that can tell (PED-ANOVA); most
     important first."""
     found: dict[str, list[float]] = {}

@@ -13,7 +13,7 @@ from optuna.storages import InMemoryStorage
 
 from kdabench.tune.heats import RecordedBench
 from kdabench.tune.sampler import Kind
-from kdabench.tune.search import Options, Outcome, Task, run
+from kdabench.tune.search import SearchOptions, StudyOutcome, Task, run
 
 NEAR = 0.01
 """Within this of the exhaustive best a search has succeeded."""
@@ -93,18 +93,20 @@ def compare(
 
 def _search(
     tasks: Sequence[Task], bench: RecordedBench, way: Way, seed: int, share: float
-) -> list[Outcome]:
+) -> list[StudyOutcome]:
     """Studies of equal share, in memory."""
     most = max(len(task.space.points) for task in tasks)
-    options = Options(most, way.sampler, seed, warm=way.warm, finalists=0, processes=0, share=share)
+    options = SearchOptions(
+        most, way.sampler, seed, warm=way.warm, finalists=0, processes=0, share=share
+    )
     return run(tasks, bench, InMemoryStorage(), options).outcomes
 
 
 def _summed(
     way: Way,
     seed: int,
-    outcomes: Sequence[Outcome],
-    everything: Sequence[Outcome],
+    outcomes: Sequence[StudyOutcome],
+    everything: Sequence[StudyOutcome],
     best: Sequence[float | None],
 ) -> Found:
     pairs = list(zip(outcomes, best, strict=True))

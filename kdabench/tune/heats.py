@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -11,10 +10,11 @@ from typing import Protocol
 
 from kdabench.data.measurements import Candidate, Cell, Measurement, Status, cell_order
 from kdabench.measure import worker
-from kdabench.measure.clock import ReplayedClock
-from kdabench.measure.contest import Contest, Plan, log_ratio_interval, run_contest
-from kdabench.measure.session import SweepFailedError, lock_gpu
-from kdabench.measure.worker_process import Worker, WorkerLostError, WorkerMain
+from kdabench.measure.contest import Contest, Plan, log_ratio_interval
+from kdabench.measure.messages import CellDone, Job, Outcome, RoundDone
+from kdabench.measure.recorded import recorded_contest
+from kdabench.measure.slot import Slot
+from kdabench.measure.worker_process import WorkerLostError, WorkerMain
 
 
 @dataclass
@@ -22,8 +22,7 @@ class Heat:
     """What a small contest came to.
 
     failed    status and reason of the candidates that have no time
-    recorded  times of a replay, which take the place of those of the few samples that it looked at
-    env       digest of the environment, or ""
+    recorded  times of a recorded run, which take the place of those of the few samples that it looked at
     """
 
     contest: Contest
@@ -108,17 +107,16 @@ class RecordedBench:
         here = self._measurements.get((cell, process), {})
         failed = {c: self._failed[cell, c] for c in candidates if (cell, c) in self._failed}
         measurements = [here[c] for c in candidates if c in here and c not in failed]
-        contest = run_contest(
-            [r.candidate for r in measurements],
-            ReplayedClock(measurements),
-            replace(plan, seconds=math.inf, seed=process),
-        )
+        contest = recorded_contest(measurements, replace(plan, seed=process))
         times = {c: us for c in candidates if (us := self.time_us(cell, c)) is not None}
         return Heat(contest, failed, times)
 
 
 class WorkerBench:
-    """Heats in a worker process on a GPU, which is replaced when it is lost. A context manager."""
+    """Heats in a worker process on a GPU, which is replaced when it is lost. A context manager.
+
+    note  gets a line for each worker that is lost
+    """
 
     def __init__(
         self,
@@ -126,56 +124,35 @@ class WorkerBench:
         note: Callable[[str], None] = lambda text: None,
         worker_main: WorkerMain = worker.main,
     ) -> None:
-        self._index, self._note, self._main = device_index, note, worker_main
-        self._worker: Worker | None = None
-        self._lock: int | None = None
+        self._slot, self._note = Slot(device_index, worker_main), note
 
     def __enter__(self) -> WorkerBench:
         return self
 
     def __exit__(self, *about: object) -> None:
-        self.fresh()
-        if self._lock is not None:
-            os.close(self._lock)
+        self._slot.__exit__(*about)
 
     def fresh(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
-
-    def _active(self) -> Worker:
-        """Raises JournalBusy if another command measures on the GPU, SweepFailedError if no worker
-        comes up."""
-        if self._worker is None:
-            started = Worker(self._index, self._main)
-            try:
-                started.wait()
-            except WorkerLostError as lost:
-                raise SweepFailedError(f"the worker did not start: {lost.reason}") from lost
-            self._worker = started
-            if self._lock is None:
-                self._lock = lock_gpu(str(started.env.get("uuid") or f"cuda-{self._index}"))
-        return self._worker
+        self._slot.drop()
 
     def heat(
         self, cell: Cell, candidates: Sequence[Candidate], plan: Plan, process: int = 0
     ) -> Heat:
-        """A worker that is lost costs the candidate that it was busy with, or the new one."""
-        active = self._active()
-        heat = Heat(
-            Contest(
-                {c: [] for c in candidates},
-                {c: [] for c in candidates},
-                {c: [] for c in candidates},
-            )
-        )
+        """Measure; a worker that is lost costs the candidate that it was busy with, or the new one.
+
+        Raises JournalBusy if another command measures on the GPU, SweepFailedError if no worker
+        comes up.
+        """
+        heat = Heat(Contest.of(candidates))
+        active = self._slot.get()
         try:
-            active.send(worker.Job(cell, tuple(candidates), replace(plan, seed=process)))
-            while not isinstance(message := active.receive(), worker.CellDone):
-                if isinstance(message, worker.RoundDone):
+            active.send(Job(cell, tuple(candidates), replace(plan, seed=process)))
+            while not isinstance(message := active.receive(), CellDone):
+                if isinstance(message, RoundDone):
                     heat.contest.add(message.index, message.readings)
-                elif isinstance(message, worker.Outcome):
-                    self._keep(heat, message)
+                elif isinstance(message, Outcome) and message.status != "ok":
+                    heat.failed[message.candidate] = message.status, message.reason or ""
+            heat.contest.left |= message.left
             if message.sticky:
                 self.fresh()
                 heat.failed.setdefault(candidates[0], ("fault", "the CUDA context was lost"))
@@ -184,17 +161,15 @@ class WorkerBench:
             guilty = candidates[0] if lost.began.candidate is None else lost.began.candidate
             self._note(f"{lost.reason}: {guilty}")
             heat.failed[guilty] = lost.status, lost.reason
-        heat.contest.samples = {
-            c: us for c, us in heat.contest.samples.items() if us and c not in heat.failed
-        }
-        for candidate in candidates:
-            if candidate not in heat.contest.samples:
-                heat.failed.setdefault(candidate, ("fault", "no sample: the worker was lost"))
+        _drop_failed(heat, candidates)
         return heat
 
-    @staticmethod
-    def _keep(heat: Heat, outcome: worker.Outcome) -> None:
-        if outcome.status != "ok":
-            heat.failed[outcome.candidate] = outcome.status, outcome.reason or ""
-        elif outcome.reason:
-            heat.contest.left[outcome.candidate] = outcome.reason
+
+def _drop_failed(heat: Heat, candidates: Sequence[Candidate]) -> None:
+    """Take the samples from who failed; who has none failed."""
+    heat.contest.samples = {
+        c: us for c, us in heat.contest.samples.items() if us and c not in heat.failed
+    }
+    for candidate in candidates:
+        if candidate not in heat.contest.samples:
+            heat.failed.setdefault(candidate, ("fault", "no sample: the worker was lost"))

@@ -26,7 +26,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from kdabench.data.measurements import Candidate, Cell
 from kdabench.measure.contest import Contest, Plan, log_ratio_interval
-from kdabench.measure.journal import hold
+from kdabench.measure.locks import hold
 from kdabench.tune.heats import Bench, Heat
 from kdabench.tune.sampler import Kind, PointSampler, taken
 from kdabench.tune.space import Space, apart, cell_title
@@ -52,7 +52,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Options:
+class SearchOptions:
     """How to search.
 
     trials       of each study, at most
@@ -83,7 +83,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Event:
+class SearchEvent:
     """Progress. done and total count trials, of all studies; `best` and time_us are those of the
     study."""
 
@@ -95,11 +95,11 @@ class Event:
     time_us: float | None = None
 
 
-Listener = Callable[[Event], None]
+SearchListener = Callable[[SearchEvent], None]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StudyVerdict:
     """A study's winner in the re-measurement, against the default.
 
     gain, low, high   log of the default's time over the winner's, and its confidence interval; None
@@ -118,12 +118,12 @@ class Verdict:
 
 
 @dataclass
-class Outcome:
+class StudyOutcome:
     """A study as it stands. `verdict` is None before the re-measurement, and if nothing worked."""
 
     task: Task
     trials: list[FrozenTrial]
-    verdict: Verdict | None = None
+    verdict: StudyVerdict | None = None
 
     def count(self, state: TrialState) -> int:
         return sum(t.state == state for t in self.trials)
@@ -151,11 +151,11 @@ class Outcome:
 
 
 @dataclass
-class Summary:
+class SearchSummary:
     """What a search came to, so far."""
 
     storage: str
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[StudyOutcome] = field(default_factory=list)
     interrupted: bool = False
 
     @property
@@ -207,24 +207,24 @@ def run(
     tasks: Sequence[Task],
     bench: Bench,
     storage: BaseStorage,
-    options: Options,
+    options: SearchOptions,
     *,
     budget_s: float | None = None,
-    listener: Listener = lambda event: None,
+    listener: SearchListener = lambda event: None,
     where: str = "",
-) -> Summary:
+) -> SearchSummary:
     """Search all that is left of `tasks`, then measure the best again. After KeyboardInterrupt:
     what there is.
 
     All studies have their first trial before any has its second. budget_s: no trial begins after
     this many seconds; the re-measurement comes on top.
     """
-    summary = Summary(where)
+    summary = SearchSummary(where)
     deadline = None if budget_s is None else time.monotonic() + budget_s
     try:
         searches = _searches(tasks, bench, storage, options)
         summary.outcomes = [search.outcome for search in searches]
-        progress = _Progress(searches, listener)
+        progress = _TrialCount(searches, listener)
         for round_ in range(max((search.limit for search in searches), default=0)):
             for search in searches:
                 if search.finished > round_ or search.finished >= search.limit:
@@ -239,23 +239,27 @@ def run(
     return summary
 
 
-class _Progress:
-    def __init__(self, searches: Sequence[_Search], listener: Listener) -> None:
+class _TrialCount:
+    """Counts finished trials and tells the listener."""
+
+    def __init__(self, searches: Sequence[_Search], listener: SearchListener) -> None:
         self._listener = listener
         self._done = sum(search.finished for search in searches)
         self._total = sum(max(search.limit, search.finished) for search in searches)
-        listener(Event("plan", self._done, self._total))
+        listener(SearchEvent("plan", self._done, self._total))
 
-    def trial(self, outcome: Outcome) -> None:
+    def trial(self, outcome: StudyOutcome) -> None:
         self._done += 1
         best = outcome.best
         candidate = None if best is None else candidate_of(outcome.task.space, best)
         value = None if best is None else best.value
-        self._listener(Event("trial", self._done, self._total, outcome.task, candidate, value))
+        self._listener(
+            SearchEvent("trial", self._done, self._total, outcome.task, candidate, value)
+        )
 
 
 def _searches(
-    tasks: Sequence[Task], bench: Bench, storage: BaseStorage, options: Options
+    tasks: Sequence[Task], bench: Bench, storage: BaseStorage, options: SearchOptions
 ) -> list[_Search]:
     found = []
     for variant in dict.fromkeys(task.space.variant for task in tasks):
@@ -273,7 +277,7 @@ def candidate_of(space: Space, trial: FrozenTrial) -> Candidate:
     return space.points[place].candidate
 
 
-def _neighbours(task: Task, outcomes: Sequence[Outcome]) -> list[int]:
+def _neighbours(task: Task, outcomes: Sequence[StudyOutcome]) -> list[int]:
     """Places in the task's space of what won in the nearest cells, the nearest first."""
     found: list[tuple[float, int]] = []
     for outcome in outcomes:
@@ -300,7 +304,7 @@ class _Search:
         task: Task,
         bench: Bench,
         storage: BaseStorage,
-        options: Options,
+        options: SearchOptions,
         model: Transfer,
         place: int,
     ) -> None:
@@ -323,7 +327,7 @@ class _Search:
                 self.study.set_user_attr(name, value)
         for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             storage.set_trial_state_values(trial._trial_id, TrialState.WAITING)
-        self.outcome = Outcome(task, [])
+        self.outcome = StudyOutcome(task, [])
         self._refresh()
 
     def _refresh(self) -> None:
@@ -374,7 +378,8 @@ class _Search:
             value = heat.time_us(candidate)
         else:
             value = (best.value or 0.0) * heat.ratio(candidate, reference)
-        if heat.contest.left.get(candidate, "").startswith("hopeless"):
+        left = heat.contest.left.get(candidate)
+        if left is not None and left.why == "hopeless":
             trial.report(value, 0)
             self.study.tell(trial, state=TrialState.PRUNED)
         else:
@@ -400,7 +405,8 @@ class _Search:
 
 
 def _facts(candidate: Candidate, reference: Candidate | None, heat: Heat) -> dict[str, Any]:
-    status, reason = heat.failed.get(candidate, ("ok", heat.contest.left.get(candidate)))
+    left = heat.contest.left.get(candidate)
+    status, reason = heat.failed.get(candidate, ("ok", None if left is None else str(left)))
     facts: dict[str, Any] = {
         "candidate": str(candidate),
         "status": status,
@@ -413,7 +419,7 @@ def _facts(candidate: Candidate, reference: Candidate | None, heat: Heat) -> dic
     return facts
 
 
-def _confirm(searches: Sequence[_Search], bench: Bench, options: Options) -> None:
+def _confirm(searches: Sequence[_Search], bench: Bench, options: SearchOptions) -> None:
     """Measure each study's best again, interleaved with the default, in fresh processes; then
     judge."""
     entrants = [_finalists(search.outcome, options) for search in searches]
@@ -430,7 +436,7 @@ def _confirm(searches: Sequence[_Search], bench: Bench, options: Options) -> Non
         )
 
 
-def _finalists(outcome: Outcome, options: Options) -> list[Candidate]:
+def _finalists(outcome: StudyOutcome, options: SearchOptions) -> list[Candidate]:
     """The best candidates of a study, best first, and last the default unless it is one of them or
     failed."""
     space = outcome.task.space
@@ -447,7 +453,7 @@ def _judge(
     candidates: Sequence[Candidate],
     processes: Sequence[Mapping[str, Any]],
     default: Candidate | None,
-) -> Verdict | None:
+) -> StudyVerdict | None:
     """The fastest over all processes against the default."""
     pooled = Contest({c: [] for c in candidates}, {c: [] for c in candidates})
     for number, process in enumerate(processes):
@@ -461,9 +467,9 @@ def _judge(
         return None
     winner = pooled.fastest(timed)
     if default not in timed:
-        return Verdict(winner, pooled.time_us(winner))
+        return StudyVerdict(winner, pooled.time_us(winner))
     if winner == default:
-        return Verdict(
+        return StudyVerdict(
             winner, pooled.time_us(winner), pooled.time_us(winner), 0.0, verdict="default"
         )
     plan = Plan()
@@ -480,6 +486,6 @@ def _judge(
     elif -plan.tie < low and high < plan.tie:
         verdict = "same"
     ends = (low, high) if known else (None, None)
-    return Verdict(
+    return StudyVerdict(
         winner, pooled.time_us(winner), pooled.time_us(default), gain, ends[0], ends[1], verdict
     )

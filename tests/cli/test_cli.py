@@ -62,7 +62,7 @@ def work(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     """A copy of it, as the working directory. No GPU, whatever the machine has."""
     shutil.copytree(recorded, tmp_path / "work")
     monkeypatch.chdir(tmp_path / "work")
-    monkeypatch.setattr("kdabench.measure.session._gpu_count", lambda: 0)
+    monkeypatch.setattr("kdabench.measure.sources._gpu_count", lambda: 0)
     return tmp_path / "work"
 
 
@@ -140,9 +140,9 @@ def test_every_command_has_help_with_examples(kdabench: Any, command: str) -> No
         (["sweep", "sweeps/dispatch.toml", "--device", "cuda"], "0 CUDA devices"),
         (
             ["sweep", "sweeps/dispatch.toml", "--device", "tpu"],
-            "one of auto, cuda, cuda:INDEX, replay, replay:DEVICE",
+            "one of auto, cuda, cuda:INDEX, recorded, recorded:DEVICE",
         ),
-        (["sweep", "sweeps/dispatch.toml", "--device", "replay:other"], "synthetic-one"),
+        (["sweep", "sweeps/dispatch.toml", "--device", "recorded:other"], "synthetic-one"),
         (["sweep", "sweeps/dispatch.toml", "--results", "nowhere"], "no GPU found"),
         (["fit", "other"], "recorded: synthetic-one"),
         (["fit", "sweeps/dispatch.toml"], "files of records (.jsonl)"),
@@ -227,17 +227,17 @@ def test_a_folder_that_cannot_be_written(kdabench: Any, work: Path) -> None:
 # --- commands ---
 
 
-def test_sweep_replays_and_says_so_first(kdabench: Any) -> None:
+def test_a_recorded_run_says_so_first(kdabench: Any) -> None:
     status, out, err = kdabench("sweep", "sweeps/dispatch.toml")
     assert status == 0
     assert out.splitlines() == [
-        f"no GPU found: replaying the recorded measurements of SYNTHETIC ONE (results/{SLUG})",
-        "40 of 40 cells and processes replayed, 360 records in out/dispatch.replay.db",
+        f"no GPU found: recorded run of SYNTHETIC ONE (results/{SLUG})",
+        "40 of 40 cells and processes run on recorded samples, 360 records in out/dispatch.recorded.db",
     ]
     assert "\x1b" not in err
     status, out, _ = kdabench("sweep", "sweeps/dispatch.toml", "--json")
     summary = json.loads(out)
-    assert (status, summary["replay"], summary["done"], summary["without_winner"]) == (
+    assert (status, summary["recorded"], summary["done"], summary["without_winner"]) == (
         0,
         True,
         40,
@@ -273,21 +273,18 @@ def test_cells_without_a_result_are_a_finding(kdabench: Any, work: Path) -> None
     assert "no variant has a result in decode heads=12 requests=1 tokens=1" in err.splitlines()[-1]
 
 
-def test_run_writes_everything_and_labels_a_replay(kdabench: Any, work: Path) -> None:
+def test_run_writes_everything_and_labels_a_recorded_run(kdabench: Any, work: Path) -> None:
     before = {path: path.read_bytes() for path in (work / "results").rglob("*") if path.is_file()}
     status, out, _ = kdabench("run", "sweeps/dispatch.toml")
     assert status == 0
     lines = out.splitlines()
-    assert (
-        lines[0]
-        == f"no GPU found: replaying the recorded measurements of SYNTHETIC ONE (results/{SLUG})"
-    )
+    assert lines[0] == f"no GPU found: recorded run of SYNTHETIC ONE (results/{SLUG})"
     folder = work / "out" / "dispatch"
     report = (folder / "regret.txt").read_text()
-    assert report.splitlines()[0] == "dispatch on SYNTHETIC ONE: REPLAY of recorded measurements"
+    assert report.splitlines()[0] == "RECORDED RUN of dispatch on SYNTHETIC ONE"
     assert report in out
     policy = (folder / "policy.py").read_text()
-    assert policy.startswith("# Replay of recorded measurements")
+    assert policy.startswith("# Recorded run")
     assert {path.name for path in (folder / "plots").iterdir()} == {
         "decode-q1.svg", "decode-q1.png", "record-q4.svg", "record-q4.png",
     }  # fmt: skip
@@ -296,7 +293,7 @@ def test_run_writes_everything_and_labels_a_replay(kdabench: Any, work: Path) ->
     } == before
     status, out, _ = kdabench("run", "sweeps/dispatch.toml", "--json")
     found = json.loads(out)
-    assert (status, found["replay"], found["why_no_policy"]) == (0, True, None)
+    assert (status, found["recorded"], found["why_no_policy"]) == (0, True, None)
     assert (folder / "policy.py").read_text() == policy
     assert (folder / "regret.txt").read_text() == report
 
@@ -476,11 +473,11 @@ def test_a_reader_that_leaves_is_no_error(work: Path) -> None:
 
 
 def test_interrupt_keeps_finished_work(work: Path) -> None:
-    slow = "import time, kdabench.measure.clock as c; read = c.ReplayedClock.read\n"
-    slow += "c.ReplayedClock.read = lambda self, x: (time.sleep(0.02), read(self, x))[1]\n"
+    slow = "import time, kdabench.measure.clock as c; read = c.RecordedClock.read\n"
+    slow += "c.RecordedClock.read = lambda self, x: (time.sleep(0.02), read(self, x))[1]\n"
     (work / "sitecustomize.py").write_text(slow)
     path = os.pathsep.join([str(work), str(ROOT), str(ROOT / "kernels")])
-    command = ("sweep", "sweeps/dispatch.toml", "--device", f"replay:{SLUG}")
+    command = ("sweep", "sweeps/dispatch.toml", "--device", f"recorded:{SLUG}")
     running = start(
         *command, stdout=subprocess.DEVNULL, env={"PYTHONPATH": path}, start_new_session=True
     )

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kdabench.data import devices
-from kdabench.data.devices import Choice, DeviceError
+from kdabench.data.devices import Choice, DeviceError, Recorded
 
 AWKWARD = ["NVIDIA H200 MIG 1g.18gb", "NVIDIA H200 MIG 2g.35gb", "A/B", "A B", "A\\B", " ", "", "..", ".", "ビデオ",
            "é", "e", "E", "nvidia h200", "NVIDIA-H200", "NVIDIA  H200", " NVIDIA H200", "x" * 300, "x" * 301, "X" * 300,
@@ -53,8 +53,8 @@ def test_parse() -> None:
     assert devices.parse("auto") == Choice("auto")
     assert devices.parse("cuda") == Choice("cuda")
     assert devices.parse("cuda:3") == Choice("cuda", index=3)
-    assert devices.parse("replay") == Choice("replay")
-    assert devices.parse("replay:nvidia-h200") == Choice("replay", device="nvidia-h200")
+    assert devices.parse("recorded") == Choice("recorded")
+    assert devices.parse("recorded:nvidia-h200") == Choice("recorded", device="nvidia-h200")
     for bad in (
         "",
         "gpu",
@@ -62,24 +62,28 @@ def test_parse() -> None:
         "cuda:",
         "cuda:-1",
         "cuda:x",
-        "replay:",
-        "replay:../x",
+        "recorded:",
+        "recorded:../x",
+        "replay",
+        "replay:nvidia-h200",
         "cuda:９",
     ):
         with pytest.raises(DeviceError, match="device: "):
             devices.parse(bad)
 
 
-def test_replays_find_recorded_devices(tmp_path: Path) -> None:
+def test_recorded_runs_find_recorded_devices(tmp_path: Path) -> None:
     with pytest.raises(DeviceError, match="none in"):
-        devices.replayed(tmp_path, Choice("auto"))
+        devices.recorded_source(tmp_path, Choice("auto"))
     for name in ("nvidia-h200", "nvidia-b200"):
         (tmp_path / name).mkdir()
     (tmp_path / "nvidia-h200" / "dispatch.jsonl").touch()
     assert devices.recorded(tmp_path) == ["nvidia-h200"]
-    assert devices.replayed(tmp_path, Choice("auto")) == "nvidia-h200"
+    assert devices.recorded_source(tmp_path, Choice("auto")) == Recorded(
+        "nvidia-h200", tmp_path / "nvidia-h200"
+    )
     with pytest.raises(DeviceError, match=r"no records in .*; recorded: nvidia-h200"):
-        devices.replayed(tmp_path, Choice("replay", device="nvidia-b200"))
+        devices.recorded_source(tmp_path, Choice("recorded", device="nvidia-b200"))
     (tmp_path / "nvidia-b200" / "quick.jsonl").touch()
-    with pytest.raises(DeviceError, match="replay:nvidia-b200, replay:nvidia-h200"):
-        devices.replayed(tmp_path, Choice("replay"))
+    with pytest.raises(DeviceError, match="recorded:nvidia-b200, recorded:nvidia-h200"):
+        devices.recorded_source(tmp_path, Choice("recorded"))

@@ -31,10 +31,13 @@ from kdabench.cli import console, data, evidence, measuring
 from kdabench.data import devices, measurements, provenance
 from kdabench.data.measurements import Candidate, Cell, Measurement, MeasurementError, l2_state
 from kdabench.data.provenance import ProvenanceWarning
-from kdabench.measure import session, worker_process
-from kdabench.measure.clock import Reading, ReplayedClock, rotation
+from kdabench.measure import worker_process
+from kdabench.measure.clock import Reading, RecordedClock, rotation
 from kdabench.measure.contest import Plan, run_contest, twin_verdict, twins
-from kdabench.measure.journal import Journal, JournalBusy, JournalError, export
+from kdabench.measure.errors import JournalBusy, JournalError
+from kdabench.measure.journal import Journal, export
+from kdabench.measure.locks import lock_gpu
+from kdabench.measure.recorded import RecordedRunner
 from kdabench.policy import emit, fit, regret
 from kdabench.review import compare
 from support import synthetic, workers
@@ -172,7 +175,7 @@ def test_case_05_impossible_samples_never_win(time_us: float, tmp_path: Path) ->
         [GOOD, BETTER], clock, Plan(), on_round=lambda i, readings: kept.extend(readings)
     )
     assert contest.best == GOOD
-    assert "impossible sample" in contest.left[BETTER]
+    assert contest.left[BETTER].why == "impossible"
     assert {c for c, _ in kept} == {GOOD}
     with (
         Journal.open(tmp_path / "a.db", "sha256:0", "?") as journal,
@@ -236,7 +239,9 @@ def test_case_06_unstable_is_a_status_with_its_samples(tmp_path: Path) -> None:
     ]
     write(tmp_path / "results" / "synthetic-one", rows)
     sweep = workers.make_sweep(tmp_path, (GOOD, BETTER), requests=(4,))
-    summary = workers.run(sweep, tmp_path, device="replay:synthetic-one")
+    summary = workers.run(
+        sweep, tmp_path, runner=RecordedRunner(tmp_path / "results" / "synthetic-one")
+    )
     assert {r.status for r in summary.measurements} == {"unstable"}
     assert all(
         "the SM clock was at 55%" in str(r.reason) and r.samples_us for r in summary.measurements
@@ -621,7 +626,7 @@ def test_case_18_a_bias_of_the_session_is_no_verdict_within_it() -> None:
             lambda c, index, rng=rng, bias=bias: Reading(5 * bias * (1 + rng.gauss(0, 0.004)))
         )  # type: ignore[misc]
         contest = run_contest([GOOD, BETTER], clock, Plan(max_rounds=12, seconds=60, seed=seed))
-        false_alarms += any("settled" in why for why in contest.left.values())
+        false_alarms += any(left.why == "settled" for left in contest.left.values())
         assert contest.sentinel is not None
         row = synthetic.measurement(CELL, contest.sentinel, contest.samples[contest.sentinel])
         verdict = twin_verdict(
@@ -684,8 +689,8 @@ def test_case_19_statistics_are_of_the_raw_samples_in_order(tmp_path: Path) -> N
         path = export(journal, tmp_path, "synthetic-one", "dispatch")
     (row,) = measurements.load([path])
     assert list(row.samples_us) == samples
-    replayed = run_contest([STOCK], ReplayedClock([row]), Plan(max_rounds=9))
-    assert replayed.samples[STOCK] == samples
+    again = run_contest([STOCK], RecordedClock([row]), Plan(max_rounds=9))
+    assert again.samples[STOCK] == samples
     (shown,) = data._candidate_rows("a.db", [row])
     assert shown["median_us"] == 5.5
     assert shown["quartiles_us"] == [5.25, 9.0]
@@ -781,7 +786,7 @@ def test_case_24_a_results_folder_that_cannot_be_written(tmp_path: Path) -> None
 
 def test_case_25_two_sweeps_on_one_gpu(tmp_path: Path) -> None:
     """The second names the first and gives up; the first's work and lock are as they were."""
-    held = session.lock_gpu(workers.ENV["uuid"])  # type: ignore[arg-type]
+    held = lock_gpu(workers.ENV["uuid"])  # type: ignore[arg-type]
     sweep = workers.make_sweep(tmp_path, (GOOD,))
     with pytest.raises(
         JournalBusy, match=rf"GPU-0: is being measured on by pid {os.getpid()} on "

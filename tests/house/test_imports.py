@@ -34,7 +34,15 @@ LIGHT = ("kda_kernels.problem", "kda_kernels.variants", "kda_kernels.case", "kda
 """What every module of the suite may see of the kernels: what a step is, what variants say about
 themselves, and the standard cases. To import these and to read any declaration loads nothing
 heavy."""
-MAY_SEE_KERNELS = ("binaries", "cell_bench", "cuda_graphs", "doctor", "session", "verify", "worker")
+MAY_SEE_KERNELS = (
+    "binaries",
+    "cell_bench",
+    "cuda_graphs",
+    "doctor",
+    "gpu_runner",
+    "verify",
+    "worker",
+)
 """These compile, launch or check kernels, and see more. No variant's module is seen but through
 `variants.load`."""
 
@@ -58,7 +66,9 @@ def loaded(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize("module", ["kdabench", "kdabench.cli", "kdabench.measure.session"])
+@pytest.mark.parametrize(
+    "module", ["kdabench", "kdabench.cli", "kdabench.measure.session", "kdabench.measure.sources"]
+)
 def test_start_up_loads_nothing_heavy(module: str) -> None:
     assert loaded(f"import {module}") & set(HEAVY) == set()
 

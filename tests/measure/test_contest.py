@@ -1,4 +1,4 @@
-"""The measuring core on clocks whose truth is known, and on replayed records."""
+"""The measuring core on clocks whose truth is known, and on recorded samples."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from kdabench.data.measurements import Candidate, Cell, Measurement
-from kdabench.measure.clock import Reading, ReplayedClock
+from kdabench.measure.clock import Reading, RecordedClock
 from kdabench.measure.contest import (
     Plan,
     log_ratio_interval,
@@ -44,14 +44,14 @@ def test_clear_winner_settles_at_the_minimum_of_rounds() -> None:
     contest = run_contest([FAST, SLOW], clock, Plan(min_rounds=5, max_rounds=50))
     assert contest.best == FAST
     assert len(contest.samples[SLOW]) == 5
-    assert contest.left[SLOW].startswith("settled")
+    assert contest.left[SLOW].why == "settled"
 
 
 def test_hopeless_candidate_leaves_after_its_first_round_and_says_so() -> None:
     clock = SyntheticClock({FAST: 5.0, SLOW: 10.1, TWIN: 5.3}, noise=0.0)
     contest = run_contest([FAST, SLOW, TWIN], clock, Plan(min_rounds=4, sentinel=False))
     assert len(contest.samples[SLOW]) == 1
-    assert contest.left[SLOW].startswith("hopeless")
+    assert contest.left[SLOW].why == "hopeless"
     assert len(contest.samples[FAST]) == 4
 
 
@@ -114,7 +114,7 @@ def test_a_resumed_contest_decides_as_an_uninterrupted_one() -> None:
     truth = {FAST: 5.0, SLOW: 5.2, TWIN: 5.01}
     measurements = [_record(c, _samples(truth[c])) for c in candidates]
     plan = Plan(min_rounds=4, max_rounds=20, seconds=60)
-    whole = run_contest(candidates, ReplayedClock(measurements), plan)
+    whole = run_contest(candidates, RecordedClock(measurements), plan)
     for cut in range(1, 12):
         history = {
             c: [
@@ -125,7 +125,7 @@ def test_a_resumed_contest_decides_as_an_uninterrupted_one() -> None:
             for c in candidates
         }
         again = run_contest(
-            candidates, ReplayedClock(measurements), plan, history=history, first_round=cut
+            candidates, RecordedClock(measurements), plan, history=history, first_round=cut
         )
         assert (again.samples, again.left) == (whole.samples, whole.left)
 
@@ -140,7 +140,7 @@ def test_a_true_difference_of_two_percent_is_found() -> None:
     for seed in range(40):
         clock = SyntheticClock({FAST: 5.0, TWIN: 5.1}, noise=0.004, drift=0.01, seed=seed)
         contest = run_contest([FAST, TWIN], clock, Plan(max_rounds=40, seconds=60, seed=seed))
-        found += contest.left.get(TWIN, "").startswith("settled")
+        found += TWIN in contest.left and contest.left[TWIN].why == "settled"
     assert found >= 38
 
 
@@ -149,7 +149,7 @@ def test_equal_candidates_rarely_get_a_verdict() -> None:
     for seed in range(100):
         clock = SyntheticClock({FAST: 5.0, TWIN: 5.0}, noise=0.004, drift=0.01, seed=seed)
         contest = run_contest([FAST, TWIN], clock, Plan(max_rounds=25, seconds=60, seed=seed))
-        false_alarms += any(r.startswith("settled") for r in contest.left.values())
+        false_alarms += any(left.why == "settled" for left in contest.left.values())
     assert false_alarms <= 1
 
 
@@ -174,11 +174,12 @@ def _record(
     )
 
 
-def test_replay_gives_recorded_samples_back_and_ends_with_them() -> None:
+def test_the_recorded_clock_gives_recorded_samples_back_and_ends_with_them() -> None:
     measurements = [_record(FAST, [5.0, 5.1, 5.0]), _record(TWIN, [5.0, 5.0])]
-    contest = run_contest([FAST, TWIN], ReplayedClock(measurements), Plan(min_rounds=5))
+    contest = run_contest([FAST, TWIN], RecordedClock(measurements), Plan(min_rounds=5))
     assert contest.samples == {FAST: [5.0, 5.1, 5.0], TWIN: [5.0, 5.0]}
-    assert "no recorded sample of round 2" in contest.left[TWIN]
+    assert contest.left[TWIN].why == "exhausted"
+    assert "no recorded sample of round 2" in str(contest.left[TWIN])
 
 
 def test_the_best_of_the_first_round_is_measured_twice() -> None:
@@ -197,7 +198,7 @@ def test_the_best_of_the_first_round_is_measured_twice() -> None:
     measurements = [_record(c, contest.samples[c], contest.rounds[c]) for c in contest.samples]
     again = run_contest(
         [FAST, SLOW, TWIN],
-        ReplayedClock(measurements),
+        RecordedClock(measurements),
         Plan(min_rounds=6, max_rounds=6, seconds=60),
     )
     assert again.samples == contest.samples
@@ -275,7 +276,7 @@ def test_a_verdict_that_cycles_do_not_confirm_is_none() -> None:
     contest = run_contest(
         [FAST, TWIN], SyntheticClock(clock.truth, 0.001), Plan(max_rounds=8, seconds=60)
     )
-    assert contest.left[TWIN].startswith("settled")
+    assert contest.left[TWIN].why == "settled"
 
 
 @pytest.mark.parametrize(

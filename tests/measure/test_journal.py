@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from kdabench.data import measurements
 from kdabench.data.measurements import Cell
 from kdabench.measure import journal as journals
-from kdabench.measure.journal import Journal, JournalBusy, JournalError
+from kdabench.measure.errors import JournalBusy, JournalError
+from kdabench.measure.journal import Journal
 from support import synthetic
 from support.synthetic import STOCK, split
 
@@ -155,12 +156,12 @@ def test_mistakes_of_a_caller(path: Path) -> None:
         assert journal.progress().rounds == 4
 
 
-def test_other_sweeps_and_replays_are_refused(path: Path) -> None:
+def test_other_sweeps_and_recorded_runs_are_refused(path: Path) -> None:
     fill(path)
     with pytest.raises(JournalError, match="belongs to another sweep"):
         start(path, sweep_digest="sha256:else")
-    with pytest.raises(JournalError, match="is not a replay"):
-        start(path, replay=True)
+    with pytest.raises(JournalError, match="is not a recorded run"):
+        start(path, recorded=True)
     with start(path, question="Reworded?") as journal:
         assert journal.question == "Reworded?"
 
@@ -309,10 +310,10 @@ def test_export_writes_what_load_reads(path: Path, tmp_path: Path) -> None:
 
 
 def test_what_export_refuses(path: Path, tmp_path: Path) -> None:
-    fill(path, replay=True)
+    fill(path, recorded=True)
     with (
         Journal.read(path) as journal,
-        pytest.raises(JournalError, match="is a replay; it is never exported"),
+        pytest.raises(JournalError, match="is a recorded run; it is never exported"),
     ):
         journals.export(journal, tmp_path / "results", "synthetic-one", "dispatch")
     assert not (tmp_path / "results").exists()

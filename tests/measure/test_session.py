@@ -1,5 +1,5 @@
 """Sweeps with real worker processes whose measurements are made up: resume, blame, hangs, crashes,
-kills, replay."""
+kills, recorded runs."""
 
 import os
 import random
@@ -14,12 +14,16 @@ from pathlib import Path
 import pytest
 
 from kdabench.cli import console
+from kdabench.data.devices import Gpu, Recorded
 from kdabench.data.measurements import Candidate, Cell
 from kdabench.data.sweep import Sweep
-from kdabench.measure import session, worker, worker_process
+from kdabench.measure import messages, session, sources, worker_process
 from kdabench.measure.clock import Reading
 from kdabench.measure.contest import Plan, run_contest
+from kdabench.measure.errors import JournalError
+from kdabench.measure.gpu_runner import GpuRunner
 from kdabench.measure.journal import Journal, export, merge
+from kdabench.measure.recorded import RecordedRunner
 from support import workers
 
 PLAN = Plan(min_rounds=3, max_rounds=4)
@@ -61,12 +65,12 @@ def serve(pipe: Connection, trouble: str | None, pause_s: float = 0.0) -> None:
     """A worker that measures by a made-up clock and, for candidate BAD, does what `trouble`
     says."""
     os.setpgrp()
-    pipe.send(worker.Ready(ENV))
+    pipe.send(messages.Ready(ENV))
     while (job := pipe.recv()) is not None:
-        pipe.send(worker.Began("cell"))
+        pipe.send(messages.Began("cell"))
         ready = []
         for candidate in job.candidates:
-            pipe.send(worker.Began("check", candidate))
+            pipe.send(messages.Began("check", candidate))
             if candidate == BAD and trouble == "abort":
                 os.abort()
             if candidate == BAD and trouble == "exit":
@@ -75,17 +79,17 @@ def serve(pipe: Connection, trouble: str | None, pause_s: float = 0.0) -> None:
                 time.sleep(1000)
             if candidate == BAD and trouble == "wrong":
                 pipe.send(
-                    worker.Outcome(
+                    messages.Outcome(
                         candidate, "wrong", "out: norm error 1.0 > 5e-3", 0, 10**6, "0-0"
                     )
                 )
                 continue
             ready.append(candidate)
-        pipe.send(worker.Began("measure"))
+        pipe.send(messages.Began("measure"))
 
         def keep(index: int, readings: object) -> None:
             time.sleep(pause_s)
-            pipe.send(worker.RoundDone(index, tuple(readings)))  # type: ignore[arg-type]
+            pipe.send(messages.RoundDone(index, tuple(readings)))  # type: ignore[arg-type]
 
         run_contest(
             ready,
@@ -96,8 +100,8 @@ def serve(pipe: Connection, trouble: str | None, pause_s: float = 0.0) -> None:
             on_round=keep,
         )
         for candidate in ready:
-            pipe.send(worker.Outcome(candidate, "ok", None, 10**9, 10**6, "0-0"))
-        pipe.send(worker.CellDone())
+            pipe.send(messages.Outcome(candidate, "ok", None, 10**9, 10**6, "0-0"))
+        pipe.send(messages.CellDone())
 
 
 def well_behaved(pipe: Connection, index: int) -> None:
@@ -125,9 +129,7 @@ def wrong(pipe: Connection, index: int) -> None:
 
 
 def run(sweep: Sweep, out: Path, main: worker_process.WorkerMain = well_behaved) -> session.Summary:
-    return session.run_sweep(
-        sweep, device="cuda:0", out=out, results=out / "results", plan=PLAN, worker_main=main
-    )
+    return workers.run(sweep, out, worker_main=main, plan=PLAN)
 
 
 def test_every_process_measures_every_cell(tmp_path: Path) -> None:
@@ -209,12 +211,11 @@ def test_a_worker_that_does_not_come_up_ends_the_sweep_in_one_line(tmp_path: Pat
     assert workers.run(sweep, tmp_path).done == 1
 
 
-def test_rounds_come_with_the_state_of_the_gpu_and_leases_end_with_cells(tmp_path: Path) -> None:
+def test_rounds_come_with_the_state_of_the_gpu(tmp_path: Path) -> None:
     sweep = workers.make_sweep(tmp_path, (workers.candidate(1), workers.candidate(2)))
     summary = workers.run(sweep, tmp_path)
     with Journal.read(summary.journal) as journal:
         states = journal.gpu_states(sweep.cells[0], 0)
-        assert journal.leases() == {}
     assert list(states) == list(range(len(states)))
     assert states[0] == {"power_w": 300}
     assert sum(summary.twins.values()) == 1
@@ -227,15 +228,7 @@ def test_a_cell_in_which_nothing_is_ok_has_no_winner(tmp_path: Path) -> None:
 
 def test_the_budget_stops_between_cells_and_the_rest_follows(tmp_path: Path) -> None:
     sweep = make_sweep(tmp_path)
-    summary = session.run_sweep(
-        sweep,
-        device="cuda:0",
-        out=tmp_path,
-        results=tmp_path,
-        plan=PLAN,
-        budget_s=0,
-        worker_main=well_behaved,
-    )
+    summary = workers.run(sweep, tmp_path, worker_main=well_behaved, plan=PLAN, budget_s=0)
     assert summary.done == 0
     assert run(sweep, tmp_path).done == 4
 
@@ -243,15 +236,7 @@ def test_the_budget_stops_between_cells_and_the_rest_follows(tmp_path: Path) -> 
 def test_retry_measures_again_only_where_a_candidate_failed(tmp_path: Path) -> None:
     sweep = make_sweep(tmp_path, requests=(1,), processes=2)
     failed = run(sweep, tmp_path, wrong)
-    again = session.run_sweep(
-        sweep,
-        device="cuda:0",
-        out=tmp_path,
-        results=tmp_path,
-        plan=PLAN,
-        retry=True,
-        worker_main=well_behaved,
-    )
+    again = workers.run(sweep, tmp_path, worker_main=well_behaved, plan=PLAN, retry=True)
     # Process 1 never met the bad candidate: process 0 had ruled it out.
     kept = [r for r in failed.measurements if r.process == 1]
     assert [r for r in again.measurements if r.process == 1] == kept
@@ -264,14 +249,8 @@ def test_shares_of_a_sweep_join_to_the_whole(tmp_path: Path) -> None:
     sweep = make_sweep(tmp_path, requests=(1, 2, 3))
     parts = []
     for k in (1, 2):
-        summary = session.run_sweep(
-            sweep,
-            device="cuda:0",
-            out=tmp_path / str(k),
-            results=tmp_path,
-            plan=PLAN,
-            share=(k, 2),
-            worker_main=well_behaved,
+        summary = workers.run(
+            sweep, tmp_path / str(k), worker_main=well_behaved, plan=PLAN, part=(k, 2)
         )
         assert summary.done == summary.total
         parts.append(summary)
@@ -314,24 +293,27 @@ def test_sigkill_at_random_loses_no_finished_round(tmp_path: Path) -> None:
         assert len(measurement.samples_us) >= 3
 
 
-def test_replay_runs_on_recorded_samples_and_cannot_be_exported(tmp_path: Path) -> None:
+def test_a_recorded_run_is_on_recorded_samples_and_cannot_be_exported(tmp_path: Path) -> None:
     sweep = make_sweep(tmp_path)
     measured = run(sweep, tmp_path)
     results = tmp_path / "results"
     with Journal.read(measured.journal) as journal:
         export(journal, results, "synthetic", sweep.stem)
-    replayed = session.run_sweep(
-        sweep, device="replay:synthetic", out=tmp_path / "again", results=results, plan=PLAN
-    )
-    assert replayed.replay
-    assert [r.samples_us for r in replayed.measurements] == [
+    runner = RecordedRunner(results / "synthetic")
+    run_again = workers.run(sweep, tmp_path / "again", runner=runner, plan=PLAN)
+    assert run_again.recorded
+    assert run_again.journal.name == "made-up.recorded.db"
+    assert [r.samples_us for r in run_again.measurements] == [
         r.samples_us for r in measured.measurements
     ]
-    with Journal.read(replayed.journal) as journal, pytest.raises(Exception, match="replay"):
+    with (
+        Journal.read(run_again.journal) as journal,
+        pytest.raises(JournalError, match="recorded run"),
+    ):
         export(journal, results, "synthetic", sweep.stem)
 
 
-def test_an_interrupted_replay_resumes(tmp_path: Path) -> None:
+def test_an_interrupted_recorded_run_resumes(tmp_path: Path) -> None:
     sweep = make_sweep(tmp_path)
     measured = run(sweep, tmp_path)
     results, out = tmp_path / "results", tmp_path / "again"
@@ -342,30 +324,57 @@ def test_an_interrupted_replay_resumes(tmp_path: Path) -> None:
         if event.kind == "cell":
             raise KeyboardInterrupt
 
-    first = session.run_sweep(
-        sweep, device="replay:synthetic", out=out, results=results, plan=PLAN, listener=interrupt
-    )
+    runner = RecordedRunner(results / "synthetic")
+    first = workers.run(sweep, out, runner=runner, plan=PLAN, listener=interrupt)
     assert first.interrupted
-    again = session.run_sweep(sweep, device="replay:synthetic", out=out, results=results, plan=PLAN)
+    again = workers.run(sweep, out, runner=runner, plan=PLAN)
     assert (again.done, again.interrupted) == (4, False)
     assert [r.samples_us for r in again.measurements] == [
         r.samples_us for r in measured.measurements
     ]
 
 
-def test_find_device_falls_back_to_the_recorded_one(
+def test_a_recorded_run_on_other_measurements_begins_anew(tmp_path: Path) -> None:
+    sweep = make_sweep(tmp_path)
+    measured = run(sweep, tmp_path)
+    results, runner = tmp_path / "results", RecordedRunner(tmp_path / "results" / "synthetic")
+    with pytest.raises(ValueError, match="no recorded measurements"):
+        workers.run(sweep, tmp_path / "again", runner=runner)
+    with Journal.read(measured.journal) as journal:
+        path = export(journal, results, "synthetic", sweep.stem)
+    whole = workers.run(sweep, tmp_path / "again", runner=runner)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:3]))
+    notes: list[str] = []
+    part = workers.run(
+        sweep, tmp_path / "again", runner=runner, listener=lambda event: notes.append(event.text)
+    )
+    assert (len(whole.measurements), len(part.measurements)) == (12, 3)
+    assert any(text.startswith("not recorded: 2 cells and processes") for text in notes)
+
+
+def test_a_source_is_found_for_what_a_user_gives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "_gpu_count", lambda: 0)
+    monkeypatch.setattr(sources, "_gpu_count", lambda: 0)
     with pytest.raises(ValueError, match="none in"):
-        session.find_device("auto", tmp_path)
-    (tmp_path / "nvidia-h200").mkdir()
-    (tmp_path / "nvidia-h200" / "dispatch.jsonl").write_text("")
-    assert session.find_device("auto", tmp_path) == "replay:nvidia-h200"
-    assert session.find_device("replay:nvidia-h200", tmp_path) == "replay:nvidia-h200"
+        sources.find("auto", tmp_path)
+    folder = tmp_path / "nvidia-h200"
+    folder.mkdir()
+    (folder / "dispatch.jsonl").write_text("")
+    recorded = Recorded("nvidia-h200", folder)
+    assert str(recorded) == "recorded:nvidia-h200"
+    for text in ("auto", "recorded", "recorded:nvidia-h200"):
+        assert sources.find(text, tmp_path) == recorded
+    assert sources.runner(recorded) == RecordedRunner(folder)
     with pytest.raises(ValueError, match="0 CUDA devices"):
-        session.find_device("cuda:0", tmp_path)
-    with pytest.raises(ValueError, match="one of auto"):
-        session.find_device("gpu", tmp_path)
+        sources.find("cuda:0", tmp_path)
+    for unknown in ("gpu", "replay", "replay:nvidia-h200"):
+        with pytest.raises(ValueError, match="one of auto, cuda, cuda:INDEX, recorded, recorded:"):
+            sources.find(unknown, tmp_path)
     with pytest.raises(ValueError, match="recorded: nvidia-h200"):
-        session.find_device("replay:h100", tmp_path)
+        sources.find("recorded:h100", tmp_path)
+    monkeypatch.setattr(sources, "_gpu_count", lambda: 2)
+    assert sources.find("auto", tmp_path) == Gpu(0)
+    assert sources.find("cuda:1", tmp_path) == Gpu(1)
+    assert sources.runner(Gpu(1)) == GpuRunner(1)

@@ -149,7 +149,7 @@ STEP = Candidate.of("KdaSplit", {"split": 1})
 
 
 class Graphs:
-    """A GraphClock without a GPU: replays move a made-up time on, in us. A list of times is used up
+    """A GraphClock without a GPU: graph replays move a made-up time on, in us. A list of times is used up
     one by one."""
 
     def __init__(

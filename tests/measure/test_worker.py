@@ -6,17 +6,16 @@ The GPU's part is tested by test_gpu_measuring.py.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kdabench.data.measurements import Candidate, Cell, Status
-from kdabench.measure import cell_bench, worker
+from kdabench.measure import cell_bench, messages, worker
 from kdabench.measure.clock import ExhaustedError, Reading
-from kdabench.measure.contest import Plan
+from kdabench.measure.contest import Left, Plan
 
 A, B, C = (Candidate.of("KdaSplit", {"split": n}) for n in (1, 2, 4))
 CELL = Cell("decode", 4, 12)
@@ -98,13 +97,14 @@ class Benches:
 
 class Pipe:
     def __init__(self) -> None:
-        self.sent: list[worker.Message] = []
+        self.sent: list[messages.Message] = []
+        self.left: Mapping[Candidate, Left] = {}
 
-    def send(self, message: worker.Message) -> None:
+    def send(self, message: messages.Message) -> None:
         self.sent.append(message)
 
     def outcomes(self) -> dict[Candidate, tuple[str, str | None]]:
-        told = [m for m in self.sent if isinstance(m, worker.Outcome)]
+        told = [m for m in self.sent if isinstance(m, messages.Outcome)]
         assert len({m.candidate for m in told}) == len(told)
         return {m.candidate: (m.status, m.reason) for m in told}
 
@@ -116,7 +116,6 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     def context_works() -> bool:
         return works[0]
 
-    monkeypatch.setattr(worker, "_range", lambda name: contextlib.nullcontext())
     monkeypatch.setattr(worker, "_context_works", context_works)
     return works
 
@@ -126,21 +125,22 @@ def run(
 ) -> tuple[Pipe, bool, Benches]:
     pipe, benches = Pipe(), Benches(behaviour, times or {A: 5.0, B: 5.1, C: 5.2})
     benches.degenerate = degenerate.get("degenerate", {})
-    job = worker.Job(CELL, (A, B, C), Plan(min_rounds=3, max_rounds=3))
-    sticky = worker._CellRun(pipe, job, benches).run()  # type: ignore[arg-type]
-    return pipe, sticky, benches
+    job = messages.Job(CELL, (A, B, C), Plan(min_rounds=3, max_rounds=3))
+    done = worker._CellRun(pipe, job, benches).run()  # type: ignore[arg-type]
+    pipe.left = done.left
+    return pipe, done.sticky, benches
 
 
 def test_all_is_well() -> None:
     pipe, sticky, benches = run({})
     assert (sticky, benches.made) == (False, 1)
     assert {status for status, _ in pipe.outcomes().values()} == {"ok"}
-    phases = [(m.phase, m.candidate) for m in pipe.sent if isinstance(m, worker.Began)]
+    phases = [(m.phase, m.candidate) for m in pipe.sent if isinstance(m, messages.Began)]
     assert phases[:3] == [("cell", None), ("compile", A), ("check", A)]
     assert {c for phase, c in phases if phase == "measure"} == {None, A, B, C}, (
         "who is measured is known"
     )
-    rounds = [m for m in pipe.sent if isinstance(m, worker.RoundDone)]
+    rounds = [m for m in pipe.sent if isinstance(m, messages.RoundDone)]
     assert [m.index for m in rounds] == [0, 1, 2]
     assert rounds[0].gpu == {"power_w": 300}
 
@@ -176,6 +176,12 @@ def test_a_lost_context_asks_for_another_worker(when: str, without_a_gpu: list[b
     ((candidate, (status, reason)),) = pipe.outcomes().items()
     assert (candidate, status) == (B, "fault")
     assert str(reason).startswith("CUDA error: ")
+
+
+def test_why_candidates_left_is_told_as_data() -> None:
+    pipe, _, _ = run({}, {A: 5.0, B: 11.0})
+    assert {c: left.why for c, left in pipe.left.items()} == {B: "hopeless", C: "exhausted"}
+    assert pipe.outcomes()[B] == ("ok", str(pipe.left[B]))
 
 
 def test_no_candidate_goes_missing() -> None:

@@ -136,7 +136,7 @@ def write(folder: Path) -> dict[str, str]:
     )
     policy: Any = SimpleNamespace(ranked=ranked)
     paths = plot.write_plots(
-        measurements, folder, device="SYNTHETIC ONE", sms=100, policy=policy, replay=False
+        measurements, folder, device="SYNTHETIC ONE", sms=100, policy=policy, recorded=False
     )
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
@@ -180,7 +180,7 @@ def _shown(text: Text, figure: Figure) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("heads", "policy", "replay", "device"),
+    ("heads", "policy", "recorded", "device"),
     [
         ((12,), True, True, "SYNTHETIC ONE"),
         ((12, 96), False, True, "SYNTHETIC ONE MIG 1g.18gb"),
@@ -189,14 +189,14 @@ def _shown(text: Text, figure: Figure) -> bool:
     ],
 )
 def test_no_text_covers_another(
-    heads: tuple[int, ...], policy: bool, replay: bool, device: str
+    heads: tuple[int, ...], policy: bool, recorded: bool, device: str
 ) -> None:
     measurements = grid_measurements(heads)
     question = curves.Question.of(measurements[0].cell)
     picks = ranked if policy else None
     with plot._style():
         figure = plot.draw(
-            question, measurements, device=device, sms=100, ranked=picks, replay=replay
+            question, measurements, device=device, sms=100, ranked=picks, recorded=recorded
         )
         shown = list(texts(figure))
         width, height = figure.canvas.get_width_height()
@@ -206,7 +206,7 @@ def test_no_text_covers_another(
     for (one, a), (other, b) in itertools.combinations(shown, 2):
         apart = a.x1 <= b.x0 + 0.5 or b.x1 <= a.x0 + 0.5 or a.y1 <= b.y0 + 0.5 or b.y1 <= a.y0 + 0.5
         assert apart, f"{one!r} covers {other!r}"
-    assert any("replay" in text for text, _ in shown) == replay
+    assert any("recorded run" in text for text, _ in shown) == recorded
 
 
 def test_failures_only_and_single_points_can_be_drawn(tmp_path: Path) -> None:
@@ -214,8 +214,8 @@ def test_failures_only_and_single_points_can_be_drawn(tmp_path: Path) -> None:
         synthetic.failed(cell(1), synthetic.STOCK),
         synthetic.failed(cell(1), Candidate.of("New", {})),
     ]
-    plot.write_plots(measurements, tmp_path, device="X", sms=None, policy=None, replay=False)
+    plot.write_plots(measurements, tmp_path, device="X", sms=None, policy=None, recorded=False)
     measurements.append(synthetic.measurement(cell(1), synthetic.split(1), [3.0]))
     policy: Any = SimpleNamespace(ranked=ranked)
-    plot.write_plots(measurements, tmp_path, device="X", sms=100, policy=policy, replay=False)
+    plot.write_plots(measurements, tmp_path, device="X", sms=100, policy=policy, recorded=False)
     assert (tmp_path / "decode-q1.svg").stat().st_size > 1000

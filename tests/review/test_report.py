@@ -55,7 +55,7 @@ def page(found: list[Measurement], **changes: Any) -> str:
     )
     subject = Subject(
         device="SYNTHETIC ONE",
-        replay=False,
+        recorded=False,
         measured=[measured],
         envs=synthetic.ENVS,
         fitted=fitted,
@@ -258,25 +258,25 @@ def test_the_command_writes_the_same_file_twice(kdabench: Any, tmp_path: Path) -
     assert "1 of 4 cells of its sweep file were never measured" in text
     assert "policy.py is not what these records give; repair: kdabench emit synthetic-one" in text
     assert "kdabench sweep sweeps/dispatch.toml\nkdabench export sweeps/dispatch.toml" in text
-    assert "REPLAY" not in text
+    assert "RECORDED RUN" not in text
     assert kdabench("report", SLUG, "--out", "again.html") == (0, "again.html\n", "")
     assert (tmp_path / "again.html").read_text() == text
 
 
-def test_a_run_ends_with_a_report_that_says_it_is_a_replay(
+def test_a_run_ends_with_a_report_that_says_it_is_a_recorded_run(
     kdabench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kdabench.measure.session._gpu_count", lambda: 0)
+    monkeypatch.setattr("kdabench.measure.sources._gpu_count", lambda: 0)
     status, out, _ = kdabench("run", "sweeps/dispatch.toml")
     assert status == 0
     assert out.splitlines()[-1] == "out/dispatch/report.html"
     text = (tmp_path / "out" / "dispatch" / "report.html").read_text()
-    assert "REPLAY of recorded measurements" in text
+    assert "RECORDED RUN of SYNTHETIC ONE" in text
     assert text.count("<svg") == 1
-    assert f"kdabench run sweeps/dispatch.toml --device replay:{SLUG}" in text
-    status, out, _ = kdabench("report", "out/dispatch.replay.db", "--out", "journal.html")
+    assert f"kdabench run sweeps/dispatch.toml --device recorded:{SLUG}" in text
+    status, out, _ = kdabench("report", "out/dispatch.recorded.db", "--out", "journal.html")
     assert (status, out) == (0, "journal.html\n")
-    assert "REPLAY of recorded measurements" in (tmp_path / "journal.html").read_text()
+    assert "RECORDED RUN of SYNTHETIC ONE" in (tmp_path / "journal.html").read_text()
 
 
 @pytest.mark.parametrize(

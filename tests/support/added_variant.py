@@ -121,7 +121,7 @@ def main(folder: Path) -> None:
         *(plot._look(n) for n in variants.NAMES if n != ADDED),
     )
     paths = plot.write_plots(
-        measured, folder, device="SYNTHETIC ONE", sms=100, policy=module, replay=False
+        measured, folder, device="SYNTHETIC ONE", sms=100, policy=module, recorded=False
     )
     assert {path.stem for path in paths} == {curves.Question.of(plan.cells[0]).stem}
 

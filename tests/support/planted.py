@@ -26,6 +26,7 @@ from kdabench.data.measurements import Candidate, Cell, Measurement
 from kdabench.data.sweep import Sweep
 from kdabench.measure import cell_bench, cuda_graphs, session, worker
 from kdabench.measure.contest import Plan
+from kdabench.measure.gpu_runner import GpuRunner
 from kdabench.measure.telemetry import Telemetry
 
 SPLIT: dict[str, Any] = {"split": 4, "threads": 128}
@@ -183,9 +184,9 @@ def sweep(
     asked = Sweep(
         out / "planted.toml", "What becomes of faults?", names, 1, tuple(cells), tuple(candidates)
     )
-    done = session.run_sweep(
-        asked, device="cuda:0", out=out, results=out, plan=plan, worker_main=serve
-    )
+    runner = GpuRunner(0, serve, compiles=False)
+    with runner.open_journal(asked, out) as journal:
+        done = session.run_sweep(asked, runner, journal, asked.cells, plan=plan)
     assert done.done == done.total
     return done.measurements
 
@@ -203,7 +204,7 @@ def make_bench(cell: Cell) -> cell_bench.CellBench:
     """The cell made ready in this process."""
     device = cell_bench.Device.current()
     telemetry = Telemetry(device.uuid, device.pci_id)
-    return cell_bench.CellBench(
+    return cell_bench.make_ready(
         cell, device.knowing(telemetry), cell_bench.WeightCache(), telemetry, VARIANTS
     )
 

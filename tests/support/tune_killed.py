@@ -72,5 +72,8 @@ TASKS = [search.Task(Cell("decode", requests, 12), space()) for requests in (1, 
 if __name__ == "__main__":
     with search.open_storage(Path(sys.argv[1])) as storage:
         search.run(
-            TASKS, PlantedBench(0.03), storage, search.Options(trials=8, sampler="tpe", warm=True)
+            TASKS,
+            PlantedBench(0.03),
+            storage,
+            search.SearchOptions(trials=8, sampler="tpe", warm=True),
         )

@@ -18,9 +18,12 @@ from typing import Any
 
 from kdabench.data.measurements import Candidate, Cell
 from kdabench.data.sweep import Sweep
-from kdabench.measure import session, worker
+from kdabench.measure import messages, session
 from kdabench.measure.clock import Reading
 from kdabench.measure.contest import Plan, run_contest
+from kdabench.measure.gpu_runner import GpuRunner
+from kdabench.measure.queue import every_cell
+from kdabench.measure.worker_process import WorkerMain
 
 PLAN = Plan(min_rounds=3, max_rounds=4)
 ENV = {"gpu": "Synthetic GPU", "sms": 100, "uuid": "GPU-0"}
@@ -43,15 +46,25 @@ def make_sweep(
     )
 
 
-def run(sweep: Sweep, out: Path, **options: Any) -> session.Summary:
-    given = {
-        "device": "cuda:0",
-        "out": out,
-        "results": out / "results",
-        "plan": PLAN,
-        "worker_main": obedient,
-    }
-    return session.run_sweep(sweep, **given | options)
+def run(
+    sweep: Sweep,
+    out: Path,
+    *,
+    runner: session.Runner | None = None,
+    worker_main: WorkerMain | None = None,
+    plan: Plan = PLAN,
+    part: tuple[int, int] = (1, 1),
+    retry: bool = False,
+    **options: Any,
+) -> session.Summary:
+    """Run a sweep as the commands do; worker_main: obedient unless given."""
+    runner = runner or GpuRunner(0, worker_main or obedient, compiles=False)
+    with runner.open_journal(sweep, out) as journal:
+        if retry:
+            session.reopen_failed(sweep, journal)
+        return session.run_sweep(
+            sweep, runner, journal, every_cell(sweep, part), plan=plan, **options
+        )
 
 
 class NoisyClock:
@@ -120,14 +133,14 @@ def shout() -> None:
 
 
 def obedient(pipe: Connection, index: int) -> None:
-    pipe.send(worker.Ready(ENV))
+    pipe.send(messages.Ready(ENV))
     while (job := pipe.recv()) is not None:
-        pipe.send(worker.Began("cell"))
+        pipe.send(messages.Began("cell"))
         ready = [c for c in job.candidates if prepare(pipe, c, len(job.candidates))]
-        pipe.send(worker.Began("measure"))
+        pipe.send(messages.Began("measure"))
 
         def keep(index: int, readings: Any) -> None:
-            pipe.send(worker.RoundDone(index, tuple(readings), {"power_w": 300}))
+            pipe.send(messages.RoundDone(index, tuple(readings), {"power_w": 300}))
 
         clock = Announcing(pipe, job.cell.key)
         history: Mapping[Candidate, Any] = job.history
@@ -136,10 +149,11 @@ def obedient(pipe: Connection, index: int) -> None:
         )
         for c in ready:
             if c in contest.samples:
-                outcome(pipe, c, "ok", contest.left.get(c))
+                left = contest.left.get(c)
+                outcome(pipe, c, "ok", None if left is None else str(left))
             else:
-                outcome(pipe, c, "unstable", contest.left[c])
-        pipe.send(worker.CellDone())
+                outcome(pipe, c, "unstable", str(contest.left[c]))
+        pipe.send(messages.CellDone(left=contest.left))
 
 
 class Announcing(NoisyClock):
@@ -148,7 +162,7 @@ class Announcing(NoisyClock):
         self.pipe = pipe
 
     def read(self, candidate: Candidate) -> Reading:
-        self.pipe.send(worker.Began("measure", candidate))
+        self.pipe.send(messages.Began("measure", candidate))
         return super().read(candidate)
 
 
@@ -156,10 +170,10 @@ def prepare(pipe: Connection, candidate: Candidate, company: int) -> bool:
     does = str(candidate.options["does"])
     if does == "abort in company" and company > 1:
         does = "abort"
-    pipe.send(worker.Began("compile", candidate))
+    pipe.send(messages.Began("compile", candidate))
     if does == "hang in compile":
         misbehave(pipe, does)
-    pipe.send(worker.Began("check", candidate))
+    pipe.send(messages.Began("check", candidate))
     if does in ("wrong", "capture_failed", "implausible"):
         outcome(pipe, candidate, does, f"made up: {does}")
         return False
@@ -169,7 +183,7 @@ def prepare(pipe: Connection, candidate: Candidate, company: int) -> bool:
 
 def outcome(pipe: Connection, candidate: Candidate, status: Any, reason: str | None) -> None:
     pipe.send(
-        worker.Outcome(
+        messages.Outcome(
             candidate, status, reason, 10**9, 10**6, "sha256:" + "0" * 64, {"compile_s": 1.5}
         )
     )

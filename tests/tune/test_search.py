@@ -26,7 +26,7 @@ from kdabench import cli
 from kdabench.cli import inputs
 from kdabench.data import measurements, sweep
 from kdabench.data.measurements import Candidate, Cell, Measurement
-from kdabench.measure.contest import Contest, Plan
+from kdabench.measure.contest import Contest, Left, Plan
 from kdabench.review import search_plot
 from kdabench.tune import search
 from kdabench.tune.heats import Heat, RecordedBench, WorkerBench
@@ -123,7 +123,9 @@ def test_every_sampler_takes_every_point_once(kind: Any) -> None:
     )
     task = search.Task(CELL, Space.of("KdaSplit", small.points[:7]))
     bench, storage = PlantedBench(), InMemoryStorage()
-    summary = search.run([task], bench, storage, search.Options(50, kind, finalists=0, processes=0))
+    summary = search.run(
+        [task], bench, storage, search.SearchOptions(50, kind, finalists=0, processes=0)
+    )
     assert bench.heats == 7
     assert {search.candidate_of(task.space, t) for t in summary.outcomes[0].trials} == {
         p.candidate for p in task.space.points
@@ -137,7 +139,7 @@ def test_a_seed_repeats_a_search() -> None:
             TASKS[:1],
             PlantedBench(),
             storage,
-            search.Options(9, "tpe", seed, finalists=0, processes=0),
+            search.SearchOptions(9, "tpe", seed, finalists=0, processes=0),
         )
         return finished(storage)
 
@@ -152,7 +154,7 @@ WIDE = space({**tune_killed.AXES, "gate_mode": (0, 1, 2), "evict": (False, True)
 def test_a_quarter_of_a_grid_is_enough_for_tpe(seed: int) -> None:
     task = search.Task(CELL, WIDE)
     best = min(planted_us(CELL, p.candidate) for p in WIDE.points)
-    options = search.Options(len(WIDE.points) // 4, "tpe", seed, finalists=0, processes=0)
+    options = search.SearchOptions(len(WIDE.points) // 4, "tpe", seed, finalists=0, processes=0)
     outcome = search.run([task], PlantedBench(), InMemoryStorage(), options).outcomes[0]
     assert len(outcome.finished) == 48
     assert outcome.best_so_far()[-1] <= 1.01 * best
@@ -187,7 +189,9 @@ def test_a_quarter_of_the_recorded_grid_is_enough(sampler: Any) -> None:
         min(us for p in t.space.points if (us := bench.time_us(t.cell, p.candidate))) for t in tasks
     ]
     for seed in range(5):
-        options = search.Options(sampler=sampler, seed=seed, share=0.25, finalists=0, processes=0)
+        options = search.SearchOptions(
+            sampler=sampler, seed=seed, share=0.25, finalists=0, processes=0
+        )
         outcomes = search.run(tasks, bench, InMemoryStorage(), options).outcomes
         assert all(len(o.finished) <= 42 for o in outcomes)
         assert all(o.best_so_far()[-1] <= 1.01 * us for o, us in zip(outcomes, best, strict=True))
@@ -223,7 +227,8 @@ class Scripted:
             case "wrong":
                 heat.failed[candidates[0]] = ("wrong", "made up")
             case "hopeless":
-                heat.contest.left[candidates[0]] = "hopeless: over 1.5x the best after 1 rounds"
+                text = "hopeless: over 1.5x the best after 1 rounds"
+                heat.contest.left[candidates[0]] = Left("hopeless", text)
             case "interrupt":
                 raise KeyboardInterrupt
         return heat
@@ -237,7 +242,7 @@ SPLITS = search.Task(
 def test_what_failed_has_no_value_and_what_was_pruned_its_first_round() -> None:
     bench = Scripted({1: "wrong", 8: "hopeless"})
     outcome = search.run(
-        [SPLITS], bench, InMemoryStorage(), search.Options(10, "exhaustive")
+        [SPLITS], bench, InMemoryStorage(), search.SearchOptions(10, "exhaustive")
     ).outcomes[0]
     assert [t.state.name for t in outcome.trials] == ["FAIL", "COMPLETE", "COMPLETE", "PRUNED"]
     assert outcome.trials[0].values is None
@@ -251,7 +256,7 @@ def test_what_failed_has_no_value_and_what_was_pruned_its_first_round() -> None:
 def test_drift_between_trials_cancels() -> None:
     """The made-up GPU slows down by 1 % a trial; values stay as if it didn't."""
     outcome = search.run(
-        [SPLITS], Scripted({}), InMemoryStorage(), search.Options(10, "exhaustive")
+        [SPLITS], Scripted({}), InMemoryStorage(), search.SearchOptions(10, "exhaustive")
     ).outcomes[0]
     first = outcome.trials[0].value
     assert first is not None
@@ -265,7 +270,7 @@ def test_drift_between_trials_cancels() -> None:
 
 def test_the_best_are_measured_again_against_the_default() -> None:
     outcome = search.run(
-        [SPLITS], PlantedBench(), InMemoryStorage(), search.Options(10, "exhaustive")
+        [SPLITS], PlantedBench(), InMemoryStorage(), search.SearchOptions(10, "exhaustive")
     ).outcomes[0]
     verdict = outcome.verdict
     assert verdict is not None
@@ -276,21 +281,21 @@ def test_the_best_are_measured_again_against_the_default() -> None:
 
 def test_nothing_works() -> None:
     bench = Scripted(dict.fromkeys((1, 2, 4, 8), "wrong"))
-    summary = search.run([SPLITS], bench, InMemoryStorage(), search.Options())
+    summary = search.run([SPLITS], bench, InMemoryStorage(), search.SearchOptions())
     assert summary.without_winner == [SPLITS]
     assert summary.outcomes[0].verdict is None
 
 
 def test_neighbours_winners_are_tried_first() -> None:
     summary = search.run(
-        TASKS, PlantedBench(), InMemoryStorage(), search.Options(8, "random", warm=True)
+        TASKS, PlantedBench(), InMemoryStorage(), search.SearchOptions(8, "random", warm=True)
     )
     first = summary.outcomes[0].trials[0]
     assert summary.outcomes[1].trials[0].params == first.params
 
 
 def test_a_budget_ends_a_search_and_the_next_goes_on(tmp_path: Path) -> None:
-    path, options = tmp_path / "made-up.tune.db", search.Options(4, finalists=0, processes=0)
+    path, options = tmp_path / "made-up.tune.db", search.SearchOptions(4, finalists=0, processes=0)
     with search.open_storage(path) as storage:
         first = search.run(TASKS, PlantedBench(0.2), storage, options, budget_s=0.9)
         count = len(finished(storage))
@@ -305,7 +310,7 @@ def test_a_budget_ends_a_search_and_the_next_goes_on(tmp_path: Path) -> None:
 
 def test_an_interrupted_trial_is_queued_again() -> None:
     storage = InMemoryStorage()
-    options = search.Options(10, "random", finalists=0, processes=0)
+    options = search.SearchOptions(10, "random", finalists=0, processes=0)
     broken = search.run([SPLITS], Scripted({4: "interrupt"}), storage, options)
     assert broken.interrupted
     outcome = search.run([SPLITS], Scripted({}), storage, options).outcomes[0]
@@ -327,7 +332,7 @@ def test_killed_five_times_a_search_ends_as_if_it_had_not_been(tmp_path: Path) -
         )
 
     with search.open_storage(whole) as storage:
-        search.run(TASKS, PlantedBench(), storage, search.Options(8, "tpe", warm=True))
+        search.run(TASKS, PlantedBench(), storage, search.SearchOptions(8, "tpe", warm=True))
         expected = finished(storage)
     killed, rng = tmp_path / "killed.db", random.Random(0)
     for stop in sorted(rng.sample(range(1, 23), 5)):
@@ -360,7 +365,7 @@ def trials_in(path: Path) -> int:
 
 
 def test_one_search_at_a_time(tmp_path: Path) -> None:
-    from kdabench.measure.journal import JournalBusy
+    from kdabench.measure.errors import JournalBusy
 
     busy = pytest.raises(JournalBusy, match=r"a\.db: is being written by pid")
     with search.open_storage(tmp_path / "a.db"), busy, search.open_storage(tmp_path / "a.db"):
@@ -382,7 +387,7 @@ def test_a_heat_on_records() -> None:
     bench = RecordedBench(made)
     assert set(bench.recorded(CELL)) == {slow, fast, broken}
     heat = bench.heat(CELL, [slow, fast], Plan(hopeless=1.5, sentinel=False))
-    assert heat.contest.left[slow].startswith("hopeless")
+    assert heat.contest.left[slow].why == "hopeless"
     assert heat.ratio(slow, fast) == pytest.approx(1.6)
     assert bench.heat(CELL, [broken, fast], Plan()).failed == {broken: ("wrong", "synthetic wrong")}
 
@@ -433,7 +438,7 @@ def kdabench(
     )
     (folder / "env.json").write_text(json.dumps(synthetic.ENVS))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kdabench.measure.session._gpu_count", lambda: 0)
+    monkeypatch.setattr("kdabench.measure.sources._gpu_count", lambda: 0)
 
     def run(*arguments: str) -> tuple[int, str, str]:
         status = cli._status(["tune", "made-up.toml", *arguments])
@@ -446,18 +451,18 @@ def kdabench(
 def test_tune_on_recorded_samples(kdabench: Any) -> None:
     status, out, err = kdabench("--trials", "5", "--sampler", "tpe")
     assert status == 0, err
-    assert out.startswith("no GPU found: replaying the recorded measurements of SYNTHETIC ONE")
+    assert out.startswith("no GPU found: recorded run of SYNTHETIC ONE")
     assert "KdaSplit decode H=12 R=1" in out
-    assert "30 trials simulated on recorded samples, in out/made-up.replay.tune.db" in out
-    assert Path("out/made-up.replay.tune.best.svg").stat().st_size > 1000
-    assert Path("out/made-up.replay.tune.importance.png").stat().st_size > 1000
-    again = sweep.load(Path("out/made-up.replay.tuned.toml"), inputs.known_options())
+    assert "30 trials simulated on recorded samples, in out/made-up.recorded.tune.db" in out
+    assert Path("out/made-up.recorded.tune.best.svg").stat().st_size > 1000
+    assert Path("out/made-up.recorded.tune.importance.png").stat().st_size > 1000
+    again = sweep.load(Path("out/made-up.recorded.tuned.toml"), inputs.known_options())
     assert Candidate.of("KdaSplit", {}) in again.candidates
-    assert "replay" in again.question
+    assert "recorded run" in again.question
 
     status, out, _ = kdabench("--trials", "8", "--json")
     found = json.loads(out)
-    assert (status, found["replay"]) == (0, True)
+    assert (status, found["recorded"]) == (0, True)
     assert [study["trials"] for study in found["studies"]] == [8] * 6
     assert found["studies"][0]["winner"]["split"] == 8
 
@@ -466,7 +471,7 @@ def test_compare_samplers(kdabench: Any) -> None:
     status, out, err = kdabench("--compare", "--seeds", "1", "--share", "0.5")
     assert status == 0, err
     assert "exhaustive" in out
-    assert Path("out/made-up.replay.samplers.svg").exists()
+    assert Path("out/made-up.recorded.samplers.svg").exists()
 
 
 @pytest.mark.parametrize(
@@ -520,6 +525,6 @@ def test_an_option_without_values_to_try_is_named(
 
 def test_importance_names_the_option_that_matters() -> None:
     outcomes = search.run(
-        TASKS[:1], PlantedBench(), InMemoryStorage(), search.Options(32, "random")
+        TASKS[:1], PlantedBench(), InMemoryStorage(), search.SearchOptions(32, "random")
     ).outcomes
     assert next(iter(search_plot.importances(outcomes))) == "split"
