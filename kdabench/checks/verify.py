@@ -27,19 +27,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Row:
-    """One case and its verdict: None is a pass, "unsupported: ..." was not run, anything else a
-    failure.
+    """One case and what became of it.
 
-    code   "binary-launch" of what ran, as `kda_kernels.identity` names it; empty if nothing did
+    verdict  None is a pass; else why it failed, or why it was not run
+    code     "binary-launch" of what ran, as `kda_kernels.identity` names it; empty if nothing did
+    refused  the variant doesn't support the case: it was not run
     """
 
     case: Case
     verdict: str | None
     code: str = ""
+    refused: bool = False
 
     @property
     def failed(self) -> bool:
-        return self.verdict is not None and not self.verdict.startswith("unsupported")
+        """Whether it ran and is wrong."""
+        return self.verdict is not None and not self.refused
 
 
 def run(
@@ -63,55 +66,28 @@ def run(
 
 
 def check(case: Case, seed: int = 1) -> Row:
-    """Check one case: two launches of fresh operands captured in one graph, poisoned, replayed,
+    """Check one case: two launches of fresh operands captured in one graph, poisoned, launched,
     compared."""
     import torch
 
     from kda_kernels import identity, variants
-    from kda_kernels.check import compare, reference
+    from kda_kernels.check import compare
     from kda_kernels.device.gpu import current_gpu
-    from kda_kernels.operands import CommitOperands, make_commit, make_step
     from kdabench.measure.cuda_graphs import capture, require_kernels
 
     module = variants.load(case.variant)
     options = variants.make_options(case.variant, dict(case.options))
     why = module.unsupported(case.problem, options, current_gpu())
     if why is not None:
-        return Row(case, f"unsupported: {why}")
+        return Row(case, f"unsupported: {why}", refused=True)
     compiled = module.compile(case.problem, options, current_gpu())
     code = identity.code(case.variant, compiled, case.problem, options, current_gpu())
-
-    def make(seed: int) -> Any:
-        if case.problem.folds_only:
-            return make_commit(
-                case.problem,
-                seed=seed,
-                inputs=case.inputs,  # type: ignore[arg-type]
-                align=case.align,
-                in_place=case.in_place,
-                pad=case.pad,
-                null_requests=case.null_requests,
-            )
-        return make_step(
-            case.problem,
-            seed=seed,
-            inputs=case.inputs,  # type: ignore[arg-type]
-            pad=case.pad,
-            null_requests=case.null_requests,
-            conv_bias=case.conv_bias,
-        )
-
     warm, *tested = (
-        make(seed),
-        _untied(case, make, seed + 1),
-        _untied(case, make, seed + 1 + _SEEDS),
+        _operands(case, seed),
+        _untied(case, seed + 1),
+        _untied(case, seed + 1 + _SEEDS),
     )
-    if isinstance(warm, CommitOperands):
-        expected: list[Any] = [
-            [reference.commit(o, layer) for layer in range(len(o.states))] for o in tested
-        ]
-    else:
-        expected = [reference.step(case.problem, o) for o in tested]
+    expected = [_expected(case, operands) for operands in tested]
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -127,15 +103,42 @@ def check(case: Case, seed: int = 1) -> Row:
     require_kernels(graph, module.KERNELS, len(tested))
     graph.replay()
     torch.cuda.synchronize()
-    for operands, want in zip(tested, expected, strict=True):
-        if isinstance(operands, CommitOperands):
-            verdicts = [compare.check_commit(operands, w, layer) for layer, w in enumerate(want)]
-            verdict = next((v for v in verdicts if v is not None), None)
-        else:
-            verdict = compare.check_step(case.problem, operands, want)
-        if verdict is not None:
-            return Row(case, str(verdict), code)
-    return Row(case, None, code)
+    verdicts = (_verdict(case, o, want) for o, want in zip(tested, expected, strict=True))
+    return Row(case, next((text for text in verdicts if text is not None), None), code)
+
+
+def _operands(case: Case, seed: int) -> Any:
+    from kda_kernels.operands import make_commit, make_step
+
+    common: dict[str, Any] = {
+        "seed": seed,
+        "inputs": case.inputs,
+        "pad": case.pad,
+        "null_requests": case.null_requests,
+    }
+    if case.problem.folds_only:
+        return make_commit(case.problem, align=case.align, in_place=case.in_place, **common)
+    return make_step(case.problem, conv_bias=case.conv_bias, **common)
+
+
+def _expected(case: Case, operands: Any) -> Any:
+    """What the reference gives; of a commit in each layer."""
+    from kda_kernels.check import reference
+
+    if case.problem.folds_only:
+        return [reference.commit(operands, layer) for layer in range(len(operands.states))]
+    return reference.step(case.problem, operands)
+
+
+def _verdict(case: Case, operands: Any, expected: Any) -> str | None:
+    """What is wrong with what a launch left in its operands, or None."""
+    from kda_kernels.check import compare
+
+    if not case.problem.folds_only:
+        why = compare.check_step(case.problem, operands, expected)
+        return None if why is None else str(why)
+    verdicts = (compare.check_commit(operands, w, layer) for layer, w in enumerate(expected))
+    return next((str(why) for why in verdicts if why is not None), None)
 
 
 _SEEDS = 10
@@ -143,18 +146,18 @@ _SEEDS = 10
 _FEW = 64
 
 
-def _untied(case: Case, make: Callable[[int], Any], first: int) -> Any:
+def _untied(case: Case, first: int) -> Any:
     """Where a step is small: operands of the first of some seeds that has no raw gate at a BF16
     tie, if one has."""
     from kda_kernels.check import compare
 
     if case.problem.folds_only or case.problem.items * case.problem.tokens > _FEW:
-        return make(first)
+        return _operands(case, first)
     for seed in range(first, first + _SEEDS):
-        operands = make(seed)
+        operands = _operands(case, seed)
         if compare.gate_ties(case.problem, operands) == 0:
             return operands
-    return make(first)
+    return _operands(case, first)
 
 
 def unverified(rows: Sequence[Row]) -> list[str]:
@@ -175,7 +178,7 @@ def save(rows: Sequence[Row], path: Path, env: dict[str, Any]) -> None:
         passed = [row for row in ours if row.verdict is None]
         known[name] = {
             "passed": len(passed),
-            "unsupported": sum(row.verdict is not None and not row.failed for row in ours),
+            "unsupported": sum(row.refused for row in ours),
             "failed": [{**asdict(row.case), "verdict": row.verdict} for row in ours if row.failed],
             "binaries": sorted({row.code.partition("-")[0] for row in passed}),
             "launches": launches(

@@ -46,7 +46,7 @@ _MEMORY_BOUND_ROWS = 200
 _LEAST_HIDDEN = 512
 _MIN_GRAPH_US = 250.0
 _MEMORY_FRACTION = 0.85
-_DRIFT_LAUNCHES = 50
+_DRIFT_REPLAYS = 50
 _DENORMAL_PART = 0.01
 _SAMPLED_ELEMENTS = 1 << 24
 _RANDOM_FROM = 8
@@ -165,7 +165,7 @@ def hidden_size(problem: Problem) -> int:
 
 
 def copies_for(cell: Cell, l2_bytes: int) -> int:
-    """Layer copies: at least 8 layers, long enough a replay for the clock's resolution, and cold if
+    """Layer copies: at least 8 layers, long enough a graph for the clock's resolution, and cold if
     the cell asks."""
     problem = cell.problem
     guess_us = 1.3 * problem.floor_us() + 2
@@ -183,7 +183,7 @@ def copies_for(cell: Cell, l2_bytes: int) -> int:
 
 
 def unique_bytes(cell: Cell, distinct: int) -> int:
-    """Bytes that one replay over `distinct` copies touches, each counted once."""
+    """Bytes that one graph replay over `distinct` copies touches, each counted once."""
     problem = cell.problem
     between = MIN_COPIES * hidden_size(problem) * 2 * (problem.pitch + problem.channels)
     surrounded = cell.context == "layer" and not problem.folds_only
@@ -249,7 +249,7 @@ class CellBench:
         raise NotImplementedError
 
     def clock(self, announce: Callable[[Candidate], None], slowed: float) -> GraphClock:
-        """Announces each candidate before its replay; rests after throttled rounds below `slowed`
+        """Announces each candidate before its graph replay; rests after throttled rounds below `slowed`
         of the full clock."""
         slowed_mhz = slowed * (self.telemetry.full_clock_mhz or 0)
         return GraphClock(
@@ -300,7 +300,7 @@ class CellBench:
             self.before(0)
         torch.cuda.synchronize()
         graph = self._captured(launches, module.KERNELS)
-        # What a warm replay does to its one copy was checked nowhere; its first launch is.
+        # What a warm graph replay does to its one copy was checked nowhere; its first launch is.
         checked = graph if self.cell.l2 == "cold" else self._captured(launches[:1], module.KERNELS)
         self._check(checked)
         self.graphs[candidate] = Timed(graph, self.launches, compiled)
@@ -354,7 +354,7 @@ class CellBench:
         return torch.stack([bit_sum(t) for t in [*tensors, *self.beside()]])
 
     def drifted(self, candidates: Sequence[Candidate]) -> dict[Candidate, tuple[Status, str]]:
-        """Candidates after whose many replays a state is no number any more, with status and
+        """Candidates after whose many graph replays a state is no number any more, with status and
         reason.
 
         Each is tried alone from the initial state; if none is found guilty, none of the times can
@@ -368,12 +368,12 @@ class CellBench:
         for candidate in candidates:
             self._restore()
             with torch.cuda.stream(self.stream):
-                for _ in range(_DRIFT_LAUNCHES):
+                for _ in range(_DRIFT_REPLAYS):
                     self.graphs[candidate].graph.replay()
             torch.cuda.synchronize()
             alone = degenerate(self.copies[0])
             if alone is not None:
-                found[candidate] = "wrong", f"after {_DRIFT_LAUNCHES} replays: {alone}"
+                found[candidate] = "wrong", f"after {_DRIFT_REPLAYS} graph replays: {alone}"
         return found or dict.fromkeys(candidates, ("unstable", f"after timing: {why}"))
 
     def implausible(self, time_us: float) -> str | None:

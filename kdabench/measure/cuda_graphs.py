@@ -108,12 +108,12 @@ def require_kernels(graph: torch.cuda.CUDAGraph, expected: tuple[str, ...], laun
 
 
 class GraphClock:
-    """Times graph replays by CUDA events. With a baseline, each sample is what a replay takes
+    """Times graph replays by CUDA events. With a baseline, each sample is what a graph replay takes
     between two of it.
 
     The three follow each other on the GPU without a gap: what the host does between samples lets
     the clocks drift, by more than a step takes where the baseline is long.
-    announce     is told of each candidate before its replay: who is to blame if that never ends
+    announce     is told of each candidate before its graph replay: who is to blame if that never ends
     slowed_mhz   after a throttled sample below this SM clock the GPU rests before the next round
     """
 

@@ -26,6 +26,7 @@ class Row:
     stack_bytes  above zero if the kernel spills
     compile_s    when it was compiled: later runs take it from the cache
     digest       of the machine code, as `cubin.Binary.digest`
+    refused      the variant doesn't support the case: there is nothing to compile
     """
 
     case: Case
@@ -39,12 +40,13 @@ class Row:
     ctas_per_sm: int = 0
     compile_s: float = 0.0
     digest: str = ""
+    refused: bool = False
 
     @property
     def broken(self) -> bool:
         """Whether it should have compiled and didn't: an unsupported case has no binary and needs
         none."""
-        return self.reason is not None and not self.reason.startswith("unsupported")
+        return self.reason is not None and not self.refused
 
     @property
     def failed(self) -> bool:
@@ -126,7 +128,7 @@ def compile_case(case: Case, arch: str) -> Row:
     options = variants.make_options(case.variant, dict(case.options))
     why = module.unsupported(case.problem, options, gpu)
     if why is not None:
-        return Row(case, arch, f"unsupported: {why}")
+        return Row(case, arch, f"unsupported: {why}", refused=True)
     try:
         binary = module.compile(case.problem, options, gpu).binary
     except Exception as error:  # the DSL raises whatever its passes raise

@@ -37,9 +37,11 @@ def manifest(**changes: Any) -> Manifest:
     return Manifest(**plain | changes)
 
 
-def row(name: str, digest: str, reason: str | None = None) -> dict[str, build.Row]:
+def row(
+    name: str, digest: str, reason: str | None = None, refused: bool = False
+) -> dict[str, build.Row]:
     case = Case("KdaWide", (), Problem("decode", 1, 12))
-    return {name: build.Row(case, "sm_90a", reason, digest=digest)}
+    return {name: build.Row(case, "sm_90a", reason, digest=digest, refused=refused)}
 
 
 def test_written_and_read(tmp_path: Path) -> None:
@@ -76,7 +78,7 @@ def test_a_comparison_names_what_a_change_touches() -> None:
         "KdaWide": row("decode q1 fp32 dim-first", "0c")
         | row("decode q1 bf16 dim-first", "0b")
         | row("spec q2 fp32 dim-first", "0d")
-        | row("spec q8 fp32 dim-first", "", "unsupported: too many")
+        | row("spec q8 fp32 dim-first", "", "unsupported: too many", refused=True)
         | row("record q8 fp32 dim-first", "", "DSLError: no")
     }
     found = binaries.compare(manifest(), rows)
@@ -89,7 +91,7 @@ def test_a_comparison_names_what_a_change_touches() -> None:
 
 
 def test_a_binary_that_is_refused_today_is_another_one() -> None:
-    gone = {"KdaWide": row("decode q1 fp32 dim-first", "", "unsupported: no more")}
+    gone = {"KdaWide": row("decode q1 fp32 dim-first", "", "unsupported: no more", refused=True)}
     assert binaries.compare(manifest(), gone).changed == ("KdaWide decode q1 fp32 dim-first",)
 
 

@@ -211,7 +211,7 @@ def test_a_drift_of_the_clocks_hits_neighbours_and_step_alike(
     assert made.clock.read(STEP).time_us == pytest.approx(5.0)
 
 
-def test_without_neighbours_a_replay_is_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_neighbours_a_graph_replay_is_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Graphs(monkeypatch, [GpuState(1980, False)], step=300.0)
     assert made.clock.read(STEP).time_us == pytest.approx(30.0)
 

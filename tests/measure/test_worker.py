@@ -192,6 +192,6 @@ def test_no_candidate_goes_missing() -> None:
 
 
 def test_a_state_that_drifted_away_has_no_time() -> None:
-    pipe, _, _ = run({}, degenerate={B: ("wrong", "after 50 replays: not all finite")})
-    assert pipe.outcomes()[B] == ("wrong", "after 50 replays: not all finite")
+    pipe, _, _ = run({}, degenerate={B: ("wrong", "after 50 graph replays: not all finite")})
+    assert pipe.outcomes()[B] == ("wrong", "after 50 graph replays: not all finite")
     assert pipe.outcomes()[A][0] == "ok"
