@@ -299,7 +299,7 @@ def test_the_dispatch_sweep_covers_the_policy() -> None:
     assert any(pdl for _, pdl in splits)
 
 
-def test_a_replay_finds_the_quick_sweep_in_the_dispatch_sweep() -> None:
+def test_a_recorded_run_finds_the_quick_sweep_in_the_dispatch_sweep() -> None:
     quick, dispatch = standard("quick"), standard("dispatch")
     assert set(quick.candidates) <= set(dispatch.candidates)
     assert set(quick.cells) <= set(dispatch.cells)

@@ -17,6 +17,7 @@ from kdabench.data.measurements import Candidate, Cell, Measurement, cell_order
 from kdabench.data.sweep import Sweep
 from kdabench.measure import session
 from kdabench.measure.journal import Journal, merge
+from kdabench.measure.recorded import RecordedRunner
 from kdabench.policy import adaptive, emit, fit, regret
 from kdabench.policy.adaptive import MOST, Course, first_cells, part, rows_of
 from kdabench.policy.rows import find_rows
@@ -224,7 +225,7 @@ def test_what_was_begun_is_measured_in_any_case() -> None:
     assert {(cells[76], 0), (cells[76], 1), (cells[176], 0)} <= asked
 
 
-def test_what_a_replay_lacks_is_asked_for_once() -> None:
+def test_what_a_recorded_run_lacks_is_asked_for_once() -> None:
     cells = row(range(1, 257))
     course, asked = Course(cells, (ONE, TWO), 1), []
     while (pair := course.next()) is not None:
@@ -252,16 +253,29 @@ CANDIDATES = (synthetic.split(1), synthetic.split(8))
 SWEEP = Sweep(Path("made-up.toml"), "Is it adaptive?", ("KdaSplit",), 2, CELLS, CANDIDATES)
 
 
-def replayed(results: Path, out: Path, **options: object) -> session.Summary:
-    given: dict[str, object] = {"target": adaptive.TARGET} | options
-    return session.run_sweep(SWEEP, device="replay:synthetic", out=out, results=results, **given)  # type: ignore[arg-type]
+def run(
+    results: Path,
+    out: Path,
+    *,
+    target: float | None = adaptive.TARGET,
+    share: tuple[int, int] = (1, 1),
+    retry: bool = False,
+    listener: session.Listener = lambda event: None,
+) -> session.Summary:
+    """A recorded run of SWEEP, adaptive with a target."""
+    runner = RecordedRunner(results / "synthetic")
+    with runner.open_journal(SWEEP, out) as journal:
+        begun = session.reopen_failed(SWEEP, journal) if retry else []
+        cells = part(CELLS, *share)
+        course = target and Course(cells, CANDIDATES, SWEEP.processes, begun, target)
+        return session.run_sweep(SWEEP, runner, journal, course or cells, listener=listener)
 
 
 def test_a_sweep_goes_on_where_it_stopped_and_can_be_completed(
     results: Path, tmp_path: Path
 ) -> None:
     seen: list[tuple[Cell | None, int]] = []
-    whole = replayed(
+    whole = run(
         results, tmp_path / "whole", listener=lambda e: e.cell and seen.append((e.cell, e.process))
     )
     assert whole.done == whole.total == len(seen) < 2 * len(CELLS)
@@ -274,17 +288,17 @@ def test_a_sweep_goes_on_where_it_stopped_and_can_be_completed(
             if len(again) in (1, 4, 9, 16):
                 raise KeyboardInterrupt
 
-    while (stopped := replayed(results, tmp_path / "parts", listener=listen)).interrupted:
+    while (stopped := run(results, tmp_path / "parts", listener=listen)).interrupted:
         assert stopped.done <= stopped.total
     assert again == seen
     assert stopped.measurements == whole.measurements
-    assert replayed(results, tmp_path / "parts", retry=True).measurements == whole.measurements
-    assert replayed(results, tmp_path / "parts", target=None).done == 2 * len(CELLS)
+    assert run(results, tmp_path / "parts", retry=True).measurements == whole.measurements
+    assert run(results, tmp_path / "parts", target=None).done == 2 * len(CELLS)
 
 
 def test_shares_are_of_rows_and_join(results: Path, tmp_path: Path) -> None:
-    whole = replayed(results, tmp_path / "whole")
-    parts = [replayed(results, tmp_path / str(k), share=(k, 2)) for k in (1, 2)]
+    whole = run(results, tmp_path / "whole")
+    parts = [run(results, tmp_path / str(k), share=(k, 2)) for k in (1, 2)]
     assert [{r.cell.heads for r in each.measurements} for each in parts] == [{12}, {96}]
     merge([each.journal for each in parts], tmp_path / "joined.db")
     with Journal.read(tmp_path / "joined.db") as journal:
@@ -302,7 +316,7 @@ def test_the_command(
         'question = "?"\nvariants = ["stock"]\n[[cells]]\nkind = "decode"\nheads = [12, 96]\n'
         "requests = [1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128]\n"
     )
-    command = ["sweep", "made-up.toml", "--device", "replay:synthetic"]
+    command = ["sweep", "made-up.toml", "--device", "recorded:synthetic"]
     assert cli._status([*command, "--adaptive", "--dry-run"]) == 0
     assert capsys.readouterr().out.startswith(
         "6 cells at first, at most 22, x 1 candidates x 1 processes"
