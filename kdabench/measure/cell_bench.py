@@ -10,7 +10,7 @@ output-projection GEMM that reads its output; those two alone are the baseline t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import ModuleType
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kda_kernels import variants
 from kda_kernels.check import compare, reference
-from kda_kernels.device.gpu import Gpu
+from kda_kernels.device.gpu import Gpu, current_gpu
 from kda_kernels.operands import CommitOperands, Operands, StepOperands, make_commit, make_step
 from kda_kernels.problem import Problem, ceil_div
 from kdabench.data.measurements import COLD_FACTOR, Candidate, Cell, Status, l2_state
@@ -33,6 +33,14 @@ from kdabench.measure.cuda_graphs import (
     WrongKernelError,
     capture,
     require_kernels,
+)
+from kdabench.measure.inspection import (
+    bit_sum,
+    checked_layers,
+    constant,
+    degenerate,
+    improper_inputs,
+    mutated,
 )
 from kdabench.measure.telemetry import Telemetry
 
@@ -47,10 +55,6 @@ _LEAST_HIDDEN = 512
 _MIN_GRAPH_US = 250.0
 _MEMORY_FRACTION = 0.85
 _DRIFT_REPLAYS = 50
-_DENORMAL_PART = 0.01
-_SAMPLED_ELEMENTS = 1 << 24
-_RANDOM_FROM = 8
-"""Slots from which on a sorted order can't be chance."""
 Variants = Mapping[str, ModuleType]
 """Further variants by name, beside those of the kernels' package: faulty ones, planted by tests and
 benchmarks."""
@@ -80,8 +84,6 @@ class Device:
 
     @classmethod
     def current(cls) -> Device:
-        from kda_kernels.device.gpu import current_gpu
-
         index = torch.cuda.current_device()
         p = torch.cuda.get_device_properties(index)
         clock_khz, bus_bits = getattr(p, "memory_clock_rate", 0), getattr(p, "memory_bus_width", 0)
@@ -324,7 +326,7 @@ class CellBench:
         return graph
 
     def _restore(self) -> None:
-        for tensor, kept in zip(_mutated(self.copies[0]), self.pristine, strict=True):
+        for tensor, kept in zip(mutated(self.copies[0]), self.pristine, strict=True):
             tensor.copy_(kept)
 
     def _check(self, graph: torch.cuda.CUDAGraph) -> None:
@@ -350,7 +352,7 @@ class CellBench:
         some = [
             self.copies[i] for i in sorted({0, min(1, len(self.copies) - 1), len(self.copies) - 1})
         ]
-        tensors = [t for operands in some for t in _constant(operands)]
+        tensors = [t for operands in some for t in constant(operands)]
         return torch.stack([bit_sum(t) for t in [*tensors, *self.beside()]])
 
     def drifted(self, candidates: Sequence[Candidate]) -> dict[Candidate, tuple[Status, str]]:
@@ -389,11 +391,11 @@ class CommitBench(CellBench):
 
     def expect(self) -> list[Any]:
         first = self.copies[0]
-        return [reference.commit(first, layer) for layer in _checked_layers(first)]
+        return [reference.commit(first, layer) for layer in checked_layers(first)]
 
     def verdict(self) -> str | None:
         first = self.copies[0]
-        for layer, want in zip(_checked_layers(first), self.expected, strict=True):
+        for layer, want in zip(checked_layers(first), self.expected, strict=True):
             why = compare.check_commit(first, want, layer)
             if why is not None:
                 return f"layer {layer}: {why}"
@@ -483,7 +485,7 @@ def _pristine(first: Operands) -> list[Tensor]:
     why = improper_inputs(first)
     if why is not None:
         raise CandidateError("unstable", f"inputs: {why}")
-    return [t.clone() for t in _mutated(first)]
+    return [t.clone() for t in mutated(first)]
 
 
 def _require_memory(problem: Problem, distinct: int) -> None:
@@ -513,92 +515,6 @@ def _neighbours(problem: Problem, weights: WeightCache) -> Neighbours:
         0, 1, generator=g
     )
     return Neighbours(hidden, into, out_of, torch.empty_like(hidden))
-
-
-def improper_inputs(operands: Operands) -> str | None:
-    """Why operands must not be timed: slots that aren't distinct, in range, live and in random
-    order; inputs that aren't numbers or are all alike. None if they may."""
-    if isinstance(operands, CommitOperands):
-        order, pages = operands.source, operands.states[0].shape[0]
-        in_place = torch.equal(operands.source, operands.destination)
-        slots = order if in_place else torch.cat([operands.source, operands.destination])
-        values = [operands.corrections[0], operands.A_log]
-    else:
-        order = slots = operands.slots.flatten()
-        pages = operands.state.shape[0]
-        values = [operands.projected, operands.conv_state, operands.state, operands.dt_bias]
-    if (slots.sort().values.diff() == 0).any():
-        return "slots: not distinct"
-    if slots.min() < 1 or slots.max() >= pages:
-        return f"slots: {int(slots.min())}..{int(slots.max())}, beyond the pages 1..{pages - 1}"
-    if len(order) >= _RANDOM_FROM and bool((order.diff() > 0).all() or (order.diff() < 0).all()):
-        return "slots: in order; that flatters"
-    for tensor in values:
-        low, high = tensor.aminmax()
-        if not (low.isfinite() and high.isfinite()):
-            return "not all finite"
-        if tensor.numel() > 1 and low == high:
-            return "all alike"
-    return None
-
-
-def degenerate(operands: Operands) -> str | None:
-    """Why a state can't be timed any more: not finite, or denormal, which is another arithmetic.
-    None if it can."""
-    tensors = list(_mutated(operands))
-    if isinstance(operands, StepOperands):
-        tensors.append(operands.out)
-    for tensor in tensors:
-        if not all(end.isfinite() for end in tensor.aminmax()):
-            return "not all finite"
-        some = tensor[: max(1, _SAMPLED_ELEMENTS // tensor[:1].numel())]
-        if (
-            (some != 0) & (some.abs() < torch.finfo(some.dtype).tiny)
-        ).float().mean() > _DENORMAL_PART:
-            return f"over {_DENORMAL_PART:.0%} of the elements are denormal"
-    return None
-
-
-def bit_sum(tensor: Tensor) -> Tensor:
-    """Sum of a tensor's elements taken as integers: changes with any one bit."""
-    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return tensor.view(integer).sum(dtype=torch.int64)
-
-
-def _constant(operands: Operands) -> Iterator[Tensor]:
-    """The tensors that a launch only reads."""
-    names: tuple[str, ...] = ("conv_weight", "conv_bias", "f_b", "A_log", "dt_bias", "norm_weight", "slots", "accepted",
-                              "record_rows")  # fmt: skip
-    if isinstance(operands, CommitOperands):
-        names = (
-            "A_log",
-            "dt_bias",
-            "source",
-            "length",
-            "destination",
-            "record_rows",
-            "state_table",
-        )
-    yield from (t for name in names if (t := getattr(operands, name)) is not None)
-
-
-def _mutated(operands: Operands) -> list[Tensor]:
-    """The tensors that a launch updates from their own contents or beside live data."""
-    if isinstance(operands, CommitOperands):
-        return [operands.states[layer] for layer in _checked_layers(operands)]
-    mutated = [operands.state, operands.conv_state]
-    if operands.pending is not None:
-        assert operands.corrections is not None
-        assert operands.key_gates is not None
-        mutated += [
-            operands.corrections,
-            operands.key_gates,
-        ]  # a replay folds the records that it finds
-    return mutated
-
-
-def _checked_layers(operands: CommitOperands) -> list[int]:
-    return sorted({0, len(operands.states) - 1})
 
 
 def _first_line(reason: BaseException) -> str:

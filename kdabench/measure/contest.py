@@ -235,10 +235,7 @@ def run_contest(
         and counted < plan.max_rounds
         and (index < first_round or counted < plan.min_rounds or time.monotonic() < deadline)
     ):
-        order = [*active, contest.sentinel] if contest.sentinel in active else active.copy()
-        random.Random(f"{plan.seed}:{index}").shuffle(order)
-        clock.begin_round(index)
-        readings = list(_read(clock, order, contest))
+        readings = list(_read(clock, index, _order(active, contest, index, plan.seed), contest))
         if readings and index >= first_round:
             on_round(index, readings)
         index += 1
@@ -256,11 +253,19 @@ def run_contest(
     return contest
 
 
+def _order(active: list[Candidate], contest: Contest, index: int, seed: int) -> list[Candidate]:
+    """Who is measured in a round, shuffled; the sentinel twice."""
+    order = [*active, contest.sentinel] if contest.sentinel in active else active.copy()
+    random.Random(f"{seed}:{index}").shuffle(order)
+    return order
+
+
 def _read(
-    clock: Clock, order: Sequence[Candidate], contest: Contest
+    clock: Clock, index: int, order: Sequence[Candidate], contest: Contest
 ) -> Iterator[tuple[Candidate, Reading]]:
     """One round. A candidate that has no sample any more, or an impossible one, leaves the
     contest."""
+    clock.begin_round(index)
     read = set[Candidate]()
     for candidate in order:
         if candidate in contest.left:

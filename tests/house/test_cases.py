@@ -329,24 +329,24 @@ def test_case_09_a_state_that_drifts_away_is_noticed() -> None:
     import torch
 
     from kda_kernels.operands import make_step
-    from kdabench.measure import cell_bench
+    from kdabench.measure import inspection
 
     step = make_step(CELL.problem, seed=1, device="cpu")
     step.out.zero_()
-    assert cell_bench.degenerate(step) is None
+    assert inspection.degenerate(step) is None
     for value, why in (
         (math.inf, "not all finite"),
         (math.nan, "not all finite"),
         (1e-39, "denormal"),
     ):
         broken = replace(step, state=torch.full_like(step.state, value))
-        assert why in str(cell_bench.degenerate(broken))
+        assert why in str(inspection.degenerate(broken))
 
 
 def test_case_09_the_state_stays_bounded_over_many_steps() -> None:
     from kda_kernels.check import reference
     from kda_kernels.operands import make_step
-    from kdabench.measure import cell_bench
+    from kdabench.measure import inspection
 
     problem = Cell("decode", 2, 1).problem
     for inputs in ("model", "generic"):
@@ -354,7 +354,7 @@ def test_case_09_the_state_stays_bounded_over_many_steps() -> None:
         step.out.zero_()
         for _ in range(30):
             step.state.copy_(reference.step(problem, step).state)
-        assert cell_bench.degenerate(step) is None
+        assert inspection.degenerate(step) is None
         assert step.state.abs().max() < 100
 
 

@@ -40,6 +40,7 @@ MAY_SEE_KERNELS = (
     "cuda_graphs",
     "doctor",
     "gpu_runner",
+    "inspection",
     "verify",
     "worker",
 )

@@ -10,7 +10,7 @@ import torch
 
 from kda_kernels.operands import CommitOperands, StepOperands, make_commit, make_step
 from kda_kernels.problem import Problem
-from kdabench.measure import cell_bench
+from kdabench.measure import cell_bench, inspection
 
 STEPS = [("decode", 1, None), ("spec", 4, None), ("record", 4, None), ("replay", 4, "mix")]
 
@@ -26,16 +26,16 @@ def step(
 def test_the_operands_that_are_timed_are_proper(
     kind: str, tokens: int, pending: Any, inputs: str
 ) -> None:
-    assert cell_bench.improper_inputs(step(kind, tokens, pending, inputs=inputs)) is None
+    assert inspection.improper_inputs(step(kind, tokens, pending, inputs=inputs)) is None
 
 
 @pytest.mark.parametrize("kind", ["commit", "flush"])
 def test_so_are_those_of_commits(kind: Any) -> None:
     commit = make_commit(Problem(kind, 9, 2, 4, layers=2), seed=1, device="cpu")
-    assert cell_bench.improper_inputs(commit) is None
+    assert inspection.improper_inputs(commit) is None
     other = replace(commit, source=commit.source.sort().values)
     assert "in order" in str(
-        cell_bench.improper_inputs(other if kind == "commit" else in_place(other))
+        inspection.improper_inputs(other if kind == "commit" else in_place(other))
     )
 
 
@@ -63,23 +63,23 @@ def improper() -> list[tuple[str, StepOperands]]:
 
 @pytest.mark.parametrize(("why", "operands"), improper(), ids=[why for why, _ in improper()])
 def test_improper_ones_are_refused(why: str, operands: StepOperands) -> None:
-    assert str(cell_bench.improper_inputs(operands)).startswith(why)
+    assert str(inspection.improper_inputs(operands)).startswith(why)
 
 
 def test_any_bit_of_what_is_only_read_shows() -> None:
     commit = make_commit(Problem("commit", 3, 2, 4), seed=1, device="cpu")
     for operands in (step("record", 4), commit):
-        constant = list(cell_bench._constant(operands))
+        constant = list(inspection.constant(operands))
         assert len(constant) >= 7
         for tensor in constant:
-            before = cell_bench.bit_sum(tensor)
+            before = inspection.bit_sum(tensor)
             flat = (
                 tensor.view(torch.uint8)
                 if tensor.dim() == 1
                 else tensor.flatten().view(torch.uint8)
             )
             flat[-1] ^= 1
-            assert cell_bench.bit_sum(tensor) != before
+            assert inspection.bit_sum(tensor) != before
 
 
 def test_a_device_without_a_known_peak_rate_asks_nvml() -> None:

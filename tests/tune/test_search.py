@@ -401,6 +401,9 @@ def test_a_heat_on_a_worker_and_one_that_loses_it(
         heat = bench.heat(CELL, [better, good], workers.PLAN)
         assert heat.ratio(better, good) == pytest.approx(4.2 / 4.9, rel=0.01)
         assert heat.failed == {}
+        slow, fast = workers.candidate(1), workers.candidate(40)
+        told = bench.heat(CELL, [slow, fast], replace(workers.PLAN, hopeless=1.5))
+        assert (told.contest.left[slow].why, told.failed) == ("hopeless", {})
         lost = bench.heat(CELL, [bad, good], workers.PLAN)
         assert lost.failed[bad][0] == "fault"
         assert len(notes) == 1
