@@ -1,7 +1,7 @@
 """Tables of the documents, as Markdown, from a device's recorded measurements.
 
 Times are medians over processes of each process's median, in microseconds, as the fit takes them.
-Regret is of the policy in force: `kdabench check` says whether it is what the records give.
+Regret is of the policy in force: `kdabench check` says whether it is what the measurements give.
 """
 
 from __future__ import annotations
@@ -67,14 +67,17 @@ class Recorded:
     @cached_property
     def policy(self) -> Any:
         """The policy in force."""
-        return emit.load((self.folder / "policy.py").read_text(encoding="utf-8"))
+        return self._module()
 
     @cached_property
     def without_rows(self) -> Any:
         """The policy in force by its thresholds and schedules alone."""
-        plain = emit.load((self.folder / "policy.py").read_text(encoding="utf-8"))
+        plain = self._module()
         plain._CHOICES.clear()
         return plain
+
+    def _module(self) -> Any:
+        return emit.load((self.folder / "policy.py").read_text(encoding="utf-8"))
 
     def floor_us(self, cell: Cell) -> float:
         """Least time of a cell by the device's ceilings. Raises RooflineError if none were
