@@ -212,8 +212,10 @@ def below_floor(cell: Cell, time_us: float, peak_bytes_per_us: float | None) -> 
 class CellBench:
     """A cell made ready on the current device.
 
-    extra  variants beside those of the kernels' package Raises CandidateError: oom if it doesn't
-    fit in memory, unstable if its inputs are not what they claim to be.
+    extra  variants beside those of the kernels' package
+
+    Raises CandidateError: oom if it doesn't fit in memory, unstable if its inputs are not what they
+    claim to be.
     """
 
     cell: Cell

@@ -80,9 +80,11 @@ def rotation(
 ) -> list[Callable[..., Any]]:
     """`launches` calls of `step(operands, ...)`, each bound to the next of `copies` in turn.
 
-    layers  independent layers that each of the copies consists of What takes no operands always
-    finds its data where it left them, so it can't be timed cold. Raises ValueError for such a step,
-    for fewer than MIN_COPIES layers in all, and for a copy that is there twice.
+    layers  independent layers that each of the copies consists of
+
+    What takes no operands always finds its data where it left them, so it can't be timed cold.
+    Raises ValueError for such a step, for fewer than MIN_COPIES layers in all, and for a copy that
+    is there twice.
     """
     try:
         inspect.signature(step).bind_partial(object())

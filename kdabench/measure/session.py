@@ -170,8 +170,10 @@ def run_sweep(
                  ratio; shares are of rows
     most_cells   with a target: of these cells no more than so many, or the first ones of the rows
                  if those are more
-    worker_main  what a worker process runs Raises JournalError or JournalBusy for the journal,
-    ValueError for records that can't be replayed.
+    worker_main  what a worker process runs
+
+    Raises JournalError or JournalBusy for the journal, ValueError for records that can't be
+    replayed.
     """
     plan = plan or Plan()
     replay = device.startswith(REPLAY)

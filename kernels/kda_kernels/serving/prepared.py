@@ -178,9 +178,10 @@ class PreparedKda:
 
         gpu      None: the current device; else nothing is loaded, and without a `policy`
                  `DefaultPolicy` holds
-        policy   None: the one that was measured on this device, or `DefaultPolicy` Graphs captured
-        before hold the old slot tables: capture them again. Raises ValueError for caches that no
-        variant takes.
+        policy   None: the one that was measured on this device, or `DefaultPolicy`
+
+        Graphs captured before hold the old slot tables: capture them again. Raises ValueError for
+        caches that no variant takes.
         """
         live = gpu is None
         gpu = gpu or current_gpu()
