@@ -68,7 +68,7 @@ def test_a_declaration_is_read_from_text(tmp_path: Path) -> None:
         ('TRIED = {"ctas"', 'TRIED = {"cats"', "TRIED: 'cats' is not one of form, ctas"),
         ('GIVEN = ("window",)', 'GIVEN = ("widow",)', "GIVEN: 'widow'"),
         ("(None, 1, 2)", "(None, *range(3))", "TRIED: .*: must be a literal"),
-        ("class Options", "class Options", "Options: missing"),
+        ("class Options", "class Choices", "Options: missing"),
         ("pdl: bool = False", "pdl: bool", "Options: pdl: bool: needs a default"),
         ("pdl: bool = False", "pdl: bool = bool()", "must be a literal"),
         ("int | None = None", "float = 1.0", "Options: ctas: float = 1.0: its type must be int"),

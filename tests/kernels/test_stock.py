@@ -463,7 +463,7 @@ def test_every_kernel_compiles_without_a_gpu(arch: int) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     root = Path(__file__).parents[2]
     environment["PYTHONPATH"] = os.pathsep.join(
-        [str(root), str(root / "kernels"), environment.get("PYTHONPATH", "")]
+        [*map(str, (root, root / "kernels", root / "tests")), environment.get("PYTHONPATH", "")]
     )
     run = subprocess.run([sys.executable, "-c", CROSS_COMPILE, str(arch)], env=environment, capture_output=True,
                          text=True, timeout=300)  # fmt: skip
